@@ -1,0 +1,1 @@
+"""Integration: engines' adapters, the runtime, the Conductor and kvpool-serve."""

@@ -1,0 +1,1 @@
+"""Conductor: the HTTP front that sends each request to its workers."""

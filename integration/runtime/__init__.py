@@ -1,0 +1,1 @@
+"""Runtime: the prefill and decode workers on Hugging Face models."""

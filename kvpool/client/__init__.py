@@ -1,0 +1,1 @@
+"""Client: the Pool interface over a server in another process."""

@@ -1,0 +1,1 @@
+"""Server: the kvpool-server daemon."""

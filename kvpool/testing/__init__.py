@@ -1,0 +1,1 @@
+"""Testing: conformance suites, fault wrappers and simulation. Imported by tests only."""

@@ -1,0 +1,195 @@
+/* Every function and type that Python calls, as cffi parses it: no preprocessor lines here.
+ *
+ * Conventions: prefix kvp_; the result is a kvp_status; out-parameters come last; sizes are size_t;
+ * fixed-width little-endian types wherever bytes leave the process. Unless a prototype says
+ * otherwise: pointers are not null, the caller owns what it passes, and the call is safe from any
+ * thread. C never calls Python, never logs, and allocates only in kvp_*_open and kvp_*_map.
+ */
+
+typedef enum {
+    KVP_OK = 0,
+    KVP_MISS = 1,     /* not there: a value, not a failure */
+    KVP_FULL = 2,     /* no room now */
+    KVP_BUSY = 3,     /* pinned, or in another state than the call needs */
+    KVP_STALE = 4,    /* another generation or incarnation than the caller named */
+    KVP_CORRUPT = 5,  /* a checksum, magic or sequence differed */
+    KVP_INVALID = 6,  /* an argument is out of range; nothing was done */
+    KVP_SYSTEM = 7,   /* the kernel refused; errno says why */
+    KVP_CLOSED = 8,
+    KVP_TIMEOUT = 9,
+    KVP_PEER = 10     /* the peer is gone or unreachable */
+} kvp_status;
+
+/* ---- hash.c: SHA-256 and chained block hashes ------------------------------------------------ */
+
+/* Hash `size` bytes into 32 bytes at `digest`. SHA-NI where the CPU has it. */
+void kvp_sha256(const uint8_t *data, size_t size, uint8_t *digest);
+
+/* Chain the hashes of the full blocks of `tokens`: block i is SHA-256(parent || its tokens as
+ * little-endian uint32 || its extra), parent of block 0 is `root` (32 bytes).
+ * `extra_ends` is null (no extras) or has token_count / block_tokens ascending ends into `extras`.
+ * `out` has room for 32 * (token_count / block_tokens) bytes; a trailing partial block is left out.
+ * KVP_INVALID if block_tokens is 0. */
+kvp_status kvp_hash_chain(const uint8_t *root, const uint32_t *tokens, size_t token_count,
+                          size_t block_tokens, const uint8_t *extras, const size_t *extra_ends,
+                          uint8_t *out);
+
+/* ---- table.c: 32-byte hash -> uint64, open addressing ---------------------------------------- */
+
+typedef struct kvp_table kvp_table;
+
+/* Make a table that holds at least `capacity` entries; null if out of memory. */
+kvp_table *kvp_table_open(size_t capacity);
+void kvp_table_close(kvp_table *table); /* null is allowed */
+size_t kvp_table_count(kvp_table *table);
+/* Insert or overwrite. KVP_FULL at capacity. Not thread-safe against itself: the caller's lock. */
+kvp_status kvp_table_put(kvp_table *table, const uint8_t *hash, uint64_t value);
+/* KVP_MISS if absent. */
+kvp_status kvp_table_get(kvp_table *table, const uint8_t *hash, uint64_t *value);
+kvp_status kvp_table_remove(kvp_table *table, const uint8_t *hash);
+/* Count the leading hashes (of `count`, 32 bytes each) that are present; `values` (nullable, room
+ * for `count`) takes their values. */
+size_t kvp_table_match(kvp_table *table, const uint8_t *hashes, size_t count, uint64_t *values);
+
+/* ---- crc32c.c --------------------------------------------------------------------------------- */
+
+/* Continue `crc` (0 to start) over `size` bytes: CRC-32C (Castagnoli), as in RFC 3720. */
+uint32_t kvp_crc32c(uint32_t crc, const uint8_t *data, size_t size);
+/* The CRC of A followed by B, from crc(A), crc(B) and B's size. */
+uint32_t kvp_crc32c_combine(uint32_t crc_a, uint32_t crc_b, size_t size_b);
+
+/* ---- copy.c: block copies between layouts, with CRC32C fused ---------------------------------- */
+
+/* What one layer of one block holds: `heads` heads, each K then V, each `tokens` rows. */
+typedef struct {
+    size_t heads;
+    size_t tokens;
+    size_t k_row_bytes; /* one token's K of one head */
+    size_t v_row_bytes;
+} kvp_shape;
+
+/* Where blocks lie: row t of K (kv = 0) or V (kv = 1) of head h of layer l of block id b starts at
+ * base + b * block_stride + l * layer_stride + h * head_stride + kv * kv_stride + t * token_stride,
+ * where token_stride is k_token_stride or v_token_stride. Strides may be 0 (say, one layer only). */
+typedef struct {
+    uintptr_t base;
+    size_t block_stride;
+    size_t layer_stride;
+    size_t head_stride;
+    size_t kv_stride;
+    size_t k_token_stride;
+    size_t v_token_stride;
+} kvp_view;
+
+/* Copy layers [layer_begin, layer_end) of `block_count` blocks; dst_blocks and src_blocks are the
+ * block ids in either view. CRC32C per (layer, head) covers K then V, rows in token order.
+ *
+ * crc_expected (nullable) and crc_out (nullable) are indexed
+ *   [block * crc_block_stride + (layer - layer_begin) * heads + head].
+ * With crc_expected a difference ends the copy: KVP_CORRUPT, *bad_block is the index of the block
+ * (all blocks before it are whole and verified; it and those after are undefined). *bad_block is
+ * block_count on success. The views must not overlap. The caller keeps both alive. */
+kvp_status kvp_copy_blocks(const kvp_shape *shape, const kvp_view *dst, const uint64_t *dst_blocks,
+                           const kvp_view *src, const uint64_t *src_blocks, size_t block_count,
+                           size_t layer_begin, size_t layer_end, const uint32_t *crc_expected,
+                           uint32_t *crc_out, size_t crc_block_stride, size_t *bad_block);
+
+/* Copy `count` flat spans; stops with KVP_CLOSED when *cancel (nullable) becomes non-zero, looked
+ * at before every span. *done is how many spans were copied whole. */
+kvp_status kvp_copy_spans(const uintptr_t *dst, const uintptr_t *src, const size_t *sizes,
+                          size_t count, const volatile int32_t *cancel, size_t *done);
+
+/* ---- arena.c: slots in one sealed memfd that its owner writes and peers map read-only ---------- */
+
+/* A slot's life: FREE -> reserve -> RESERVED -> commit -> READY -> release -> FREE.
+ *
+ * A *grant* says that someone other than the calling thread (a peer process, the kernel, a NIC) may
+ * still touch the slot's bytes. release() of a slot with grants makes it QUARANTINED instead of
+ * FREE: nobody can reserve it until every grant was given back with settle(). A pin says that
+ * somebody here reads it: a pinned slot cannot be released (KVP_BUSY).
+ *
+ * Every life of a slot has a generation, which travels in descriptors. In shared memory the slot's
+ * header shows the generation only while the slot is READY, and 0 otherwise, so a reader that sees
+ * the same non-zero generation before and after its copy has read that life's bytes. */
+typedef struct kvp_arena kvp_arena;
+
+typedef struct {
+    size_t free;
+    size_t reserved;
+    size_t ready;
+    size_t quarantined;
+    size_t pins;   /* sum over slots */
+    size_t grants; /* sum over slots */
+} kvp_arena_counts;
+
+/* Create the memfd, map, prefault and seal it (SHRINK, GROW, FUTURE_WRITE, SEAL). crc_count is how
+ * many CRC32C values a slot's header holds. `incarnation` is 16 bytes. KVP_INVALID, KVP_SYSTEM. */
+kvp_status kvp_arena_open(size_t slot_count, size_t slot_bytes, size_t crc_count,
+                          const uint8_t *incarnation, kvp_arena **out);
+/* Unmap and close. The caller sees to it that nobody in this process still uses a slot. */
+void kvp_arena_close(kvp_arena *arena); /* null is allowed */
+int kvp_arena_fd(const kvp_arena *arena);
+/* Address of slot 0; slot s is at + s * kvp_arena_slot_stride() (page aligned, >= slot_bytes). */
+uintptr_t kvp_arena_base(const kvp_arena *arena);
+size_t kvp_arena_slot_stride(const kvp_arena *arena);
+
+kvp_status kvp_arena_reserve(kvp_arena *arena, uint32_t *slot, uint64_t *generation); /* KVP_FULL */
+/* RESERVED -> READY, publishing `hash` (32 bytes) and crc_count CRCs. */
+kvp_status kvp_arena_commit(kvp_arena *arena, uint32_t slot, uint64_t generation,
+                            const uint8_t *hash, const uint32_t *crcs);
+kvp_status kvp_arena_pin(kvp_arena *arena, uint32_t slot, uint64_t generation); /* READY only */
+kvp_status kvp_arena_unpin(kvp_arena *arena, uint32_t slot, uint64_t generation);
+/* Count one more party that may touch the slot (RESERVED or READY). */
+kvp_status kvp_arena_grant(kvp_arena *arena, uint32_t slot, uint64_t generation);
+/* Give one grant back; the last one of a QUARANTINED slot makes it FREE. */
+kvp_status kvp_arena_settle(kvp_arena *arena, uint32_t slot, uint64_t generation);
+/* RESERVED or READY -> FREE, or QUARANTINED while grants are out. KVP_BUSY while pinned. */
+kvp_status kvp_arena_release(kvp_arena *arena, uint32_t slot, uint64_t generation);
+/* Read a READY slot's CRCs (crc_count values). KVP_STALE if it is another life. */
+kvp_status kvp_arena_crcs(kvp_arena *arena, uint32_t slot, uint64_t generation, uint32_t *crcs);
+void kvp_arena_count(kvp_arena *arena, kvp_arena_counts *out);
+
+/* A peer's arena, mapped read-only. All fields read from it are checked against the geometry that
+ * was validated at map time. */
+typedef struct kvp_window kvp_window;
+
+/* Map the arena behind `fd` (duplicated; the caller keeps its own). Checks magic, version, seals,
+ * size against geometry, and the incarnation: KVP_CORRUPT, KVP_STALE, KVP_SYSTEM. */
+kvp_status kvp_window_map(int fd, const uint8_t *incarnation, kvp_window **out);
+void kvp_window_close(kvp_window *window); /* null is allowed */
+uintptr_t kvp_window_base(const kvp_window *window);
+size_t kvp_window_slot_count(const kvp_window *window);
+size_t kvp_window_slot_bytes(const kvp_window *window);
+size_t kvp_window_slot_stride(const kvp_window *window);
+size_t kvp_window_crc_count(const kvp_window *window);
+/* KVP_OK if every slot is in that life and READY now; KVP_STALE if not (*bad is the first index),
+ * KVP_INVALID past the end. Call before and after a copy. */
+kvp_status kvp_window_check(kvp_window *window, const uint32_t *slots,
+                            const uint64_t *generations, size_t count, size_t *bad);
+/* Copy the CRCs of `count` slots, crc_count each, checked as above. */
+kvp_status kvp_window_crcs(kvp_window *window, const uint32_t *slots,
+                           const uint64_t *generations, size_t count, uint32_t *crcs, size_t *bad);
+
+/* ---- mailbox.c: a pair of one-way rings of small records between two processes ----------------- */
+
+/* Each side owns one memfd (written by itself only, sealed as above) that holds its outgoing ring
+ * and how far it has read the peer's. Records carry a sequence number and a CRC32C. One thread
+ * pushes and one thread pops at a time per side. Waking the peer (an eventfd) is the caller's. */
+typedef struct kvp_mailbox kvp_mailbox;
+
+/* record_count is a power of two; record_bytes is the largest payload (<= 4096). */
+kvp_status kvp_mailbox_open(size_t record_count, size_t record_bytes, const uint8_t *incarnation,
+                            kvp_mailbox **out);
+void kvp_mailbox_close(kvp_mailbox *mailbox); /* null is allowed */
+int kvp_mailbox_fd(const kvp_mailbox *mailbox);
+/* Map the peer's memfd read-only (the fd is duplicated). Geometry must equal ours. */
+kvp_status kvp_mailbox_attach(kvp_mailbox *mailbox, int peer_fd, const uint8_t *peer_incarnation);
+/* KVP_FULL until the peer has read enough; KVP_INVALID if size is 0 or > record_bytes. */
+kvp_status kvp_mailbox_push(kvp_mailbox *mailbox, const uint8_t *payload, size_t size);
+/* KVP_MISS if nothing is there; `payload` has room for record_bytes. */
+kvp_status kvp_mailbox_pop(kvp_mailbox *mailbox, uint8_t *payload, size_t *size);
+
+/* ---- process.c --------------------------------------------------------------------------------- */
+
+/* Ask the kernel to send `signal_number` to this process when its parent dies (Linux). */
+kvp_status kvp_die_with_parent(int signal_number);

@@ -1,0 +1,1 @@
+"""Tiers: where blocks are kept. Sees floor 0 only."""

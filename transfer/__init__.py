@@ -1,0 +1,1 @@
+"""Transfer: how bytes move between processes. Sees floor 0 only."""
