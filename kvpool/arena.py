@@ -1,0 +1,274 @@
+"""Arenas: slots in one sealed memfd that this process writes and its peers map read-only.
+
+Owns the Python face of ``native/src/arena.c``, where the rules are enforced: the life of a slot
+(free, reserved, ready), pins, grants and quarantine. It never decides what to keep. Who calls it:
+the DRAM tier, and the outbox that a stream stages layer slices in. It lies on floor 0 because two
+wings need it (docs/decisions/0001).
+"""
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvpool._native import ffi, lib
+from kvpool.block import BlockHash, BlockLayout, Incarnation, SlotIndex
+from kvpool.errors import (
+    CapacityError,
+    ClosedError,
+    CorruptionError,
+    InternalError,
+    StaleIncarnationError,
+    UsageError,
+)
+from kvpool.memory import BlockIds, BlockView, Crcs
+
+# What a slot that is published without a name carries: outbox slices are known by their slot.
+NO_HASH = BlockHash(bytes(32))
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """Room for one payload, in one life.
+
+    Attributes:
+        index: Number of the slot in its arena or tier.
+        generation: Names this life of the slot; another life has another, larger number.
+    """
+
+    index: SlotIndex
+    generation: int
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaCounts:
+    """Slots by state, and the pins and grants that are out."""
+
+    free: int
+    reserved: int
+    ready: int
+    quarantined: int
+    pins: int
+    grants: int
+
+
+def _indices(slots: Sequence[Slot]) -> BlockIds:
+    return np.fromiter((slot.index for slot in slots), dtype=np.uint64, count=len(slots))
+
+
+class Arena:
+    """Slots of one layout. Safe from any thread; every call is short.
+
+    Args:
+        layout: What one slot holds, in canonical order.
+        slot_count: How many slots; memory is taken and touched at once.
+        incarnation: This run of this process.
+    """
+
+    def __init__(self, layout: BlockLayout, slot_count: int, incarnation: Incarnation) -> None:
+        if slot_count <= 0:
+            raise UsageError(f"an arena of {slot_count} slots: it needs at least one")
+        self.layout = layout
+        self.slot_count = slot_count
+        self.incarnation = incarnation
+        out = ffi.new("kvp_arena **")
+        status = lib.kvp_arena_open(
+            slot_count, layout.block_bytes, layout.crc_count, incarnation, out
+        )
+        if status != lib.KVP_OK:
+            size = slot_count * layout.block_bytes
+            raise CapacityError(
+                f"no shared memory for {slot_count} slots of {layout.block_bytes} bytes "
+                f"(errno {ffi.errno}): ask for less, or raise the memory limit",
+                size_bytes=size,
+            )
+        self._arena = out[0]
+        self._lock = threading.Lock()  # only guards close against itself
+        self._closed = False
+
+    @property
+    def fd(self) -> int:
+        """The memfd, to be sent to peers. Stays this arena's."""
+        self._require_open()
+        return lib.kvp_arena_fd(self._arena)
+
+    def reserve(self) -> Slot:
+        """Take a free slot. Raises CapacityError if there is none."""
+        self._require_open()
+        index, generation = ffi.new("uint32_t *"), ffi.new("uint64_t *")
+        status = lib.kvp_arena_reserve(self._arena, index, generation)
+        if status == lib.KVP_FULL:
+            raise CapacityError("no free slot", size_bytes=self.layout.block_bytes)
+        self._check(status, None)
+        return Slot(SlotIndex(index[0]), generation[0])
+
+    def commit(self, slot: Slot, crcs: Crcs, name: BlockHash = NO_HASH) -> None:
+        """Publish a reserved slot with its checksums, uint32 with ``layout.crc_count`` values."""
+        self._require_open()
+        flat = np.ascontiguousarray(crcs, dtype=np.uint32).reshape(-1)
+        if flat.size != self.layout.crc_count or len(name) != len(NO_HASH):
+            raise UsageError(f"{flat.size} checksums where {self.layout.crc_count} are expected")
+        buffer = ffi.from_buffer("uint32_t[]", flat)
+        status = lib.kvp_arena_commit(self._arena, slot.index, slot.generation, name, buffer)
+        self._check(status, slot)
+
+    def pin(self, slot: Slot) -> None:
+        """Keep a ready slot from being released. Raises UsageError if it is another life."""
+        self._require_open()
+        self._check(lib.kvp_arena_pin(self._arena, slot.index, slot.generation), slot)
+
+    def unpin(self, slot: Slot) -> None:
+        """Give one pin back."""
+        if not self._closed:
+            self._check(lib.kvp_arena_unpin(self._arena, slot.index, slot.generation), slot)
+
+    def grant(self, slot: Slot) -> None:
+        """Count one more party that may still touch the slot's bytes."""
+        self._require_open()
+        self._check(lib.kvp_arena_grant(self._arena, slot.index, slot.generation), slot)
+
+    def settle(self, slot: Slot) -> None:
+        """Give one grant back."""
+        if not self._closed:
+            self._check(lib.kvp_arena_settle(self._arena, slot.index, slot.generation), slot)
+
+    def release(self, slot: Slot) -> None:
+        """Give the slot up: free now, or quarantined while grants are out. Not while pinned."""
+        if not self._closed:
+            self._check(lib.kvp_arena_release(self._arena, slot.index, slot.generation), slot)
+
+    def crcs(self, slots: Sequence[Slot]) -> Crcs:
+        """Return the checksums of ready slots, uint32 [slots, layers, kv_heads]."""
+        self._require_open()
+        shape = (len(slots), self.layout.num_layers, self.layout.kv_heads)
+        out = np.zeros(shape, dtype=np.uint32)
+        for row, slot in zip(out, slots, strict=True):
+            buffer = ffi.from_buffer("uint32_t[]", row, require_writable=True)
+            status = lib.kvp_arena_crcs(self._arena, slot.index, slot.generation, buffer)
+            self._check(status, slot)
+        return out
+
+    def view(self, slots: Sequence[Slot]) -> BlockView:
+        """Describe slots for a copy. The caller holds them reserved or pinned meanwhile."""
+        self._require_open()
+        base = lib.kvp_arena_base(self._arena)
+        stride = lib.kvp_arena_slot_stride(self._arena)
+        return BlockView.canonical(self.layout, base, stride, _indices(slots), owner=self)
+
+    def counts(self) -> ArenaCounts:
+        """Return a consistent snapshot."""
+        self._require_open()
+        out = ffi.new("kvp_arena_counts *")
+        lib.kvp_arena_count(self._arena, out)
+        names = ArenaCounts.__slots__
+        return ArenaCounts(*(int(getattr(out, name)) for name in names))
+
+    def close(self) -> None:
+        """Unmap. Idempotent. The caller sees to it that no copy of its own is under way."""
+        with self._lock:
+            if not self._closed:
+                self._closed = True
+                lib.kvp_arena_close(self._arena)
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the arena is closed")
+
+    def _check(self, status: int, slot: Slot | None) -> None:
+        if status == lib.KVP_OK:
+            return
+        if status in (lib.KVP_STALE, lib.KVP_BUSY, lib.KVP_INVALID):
+            raise UsageError(f"{slot} is in another life or state than this call needs")
+        raise InternalError(f"the arena answered {status} for {slot}")
+
+
+class Window:
+    """A peer's arena, mapped read-only. Safe from any thread.
+
+    Args:
+        fd: The peer's memfd. Duplicated: the caller closes its own.
+        incarnation: The peer's; another one is refused.
+
+    Raises:
+        CorruptionError: It is no kvpool arena, or not sealed.
+        StaleIncarnationError: It belongs to another run.
+    """
+
+    def __init__(self, fd: int, incarnation: Incarnation) -> None:
+        out = ffi.new("kvp_window **")
+        status = lib.kvp_window_map(fd, incarnation, out)
+        if status == lib.KVP_STALE:
+            raise StaleIncarnationError("the arena belongs to another run of the peer")
+        if status != lib.KVP_OK:
+            raise CorruptionError(f"the peer sent no valid arena (status {status})")
+        self._window = ffi.gc(out[0], lib.kvp_window_close)
+        self.slot_count = int(lib.kvp_window_slot_count(self._window))
+        self.slot_bytes = int(lib.kvp_window_slot_bytes(self._window))
+        self.slot_stride = int(lib.kvp_window_slot_stride(self._window))
+        self.crc_count = int(lib.kvp_window_crc_count(self._window))
+
+    @property
+    def base(self) -> int:
+        """Address of slot 0."""
+        return int(lib.kvp_window_base(self._window))
+
+    def require_layout(self, layout: BlockLayout) -> None:
+        """Raise UsageError unless slots of this window can hold ``layout``."""
+        if layout.block_bytes != self.slot_bytes or layout.crc_count != self.crc_count:
+            raise UsageError(
+                f"slots of {self.slot_bytes} bytes and {self.crc_count} checksums do not hold "
+                f"{layout.block_bytes} bytes and {layout.crc_count} checksums"
+            )
+
+    def view(self, layout: BlockLayout, slots: Sequence[int]) -> BlockView:
+        """Describe slots as a read-only source. Valid while ``leading`` says so, before and after."""
+        self.require_layout(layout)
+        ids = np.asarray(slots, dtype=np.uint64)
+        return BlockView.canonical(
+            layout, self.base, self.slot_stride, ids, owner=self, writable=False
+        )
+
+    def leading(self, slots: Sequence[int], generations: Sequence[int]) -> int:
+        """Count the leading slots that are ready in just these lives now."""
+        bad = ffi.new("size_t *")
+        status = lib.kvp_window_check(self._window, *self._arrays(slots, generations), bad)
+        if status == lib.KVP_OK:
+            return len(slots)
+        return self._bad(status, int(bad[0]))
+
+    def crcs(
+        self, layout: BlockLayout, slots: Sequence[int], generations: Sequence[int]
+    ) -> tuple[Crcs, int]:
+        """Return checksums, uint32 [slots, layers, kv_heads], and how many leading ones are valid."""
+        self.require_layout(layout)
+        out = np.zeros((len(slots), layout.num_layers, layout.kv_heads), dtype=np.uint32)
+        bad = ffi.new("size_t *")
+        status = lib.kvp_window_crcs(
+            self._window,
+            *self._arrays(slots, generations),
+            ffi.from_buffer("uint32_t[]", out, require_writable=True),
+            bad,
+        )
+        if status == lib.KVP_OK:
+            return out, len(slots)
+        return out, self._bad(status, int(bad[0]))
+
+    def _bad(self, status: int, index: int) -> int:
+        if status == lib.KVP_STALE:
+            return index
+        raise UsageError(f"slot {index} of the request is past the end of the peer's region")
+
+    def _arrays(
+        self, slots: Sequence[int], generations: Sequence[int]
+    ) -> tuple[object, object, int]:
+        if len(slots) != len(generations):
+            raise UsageError("as many generations as slots are needed")
+        numbers = np.asarray(slots, dtype=np.int64)
+        if numbers.size and not 0 <= numbers.min() <= numbers.max() < self.slot_count:
+            raise UsageError(f"a slot is not within 0..{self.slot_count - 1}")
+        return (
+            ffi.from_buffer("uint32_t[]", numbers.astype(np.uint32)),
+            ffi.from_buffer("uint64_t[]", np.asarray(generations, dtype=np.uint64)),
+            len(slots),
+        )

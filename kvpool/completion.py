@@ -1,0 +1,167 @@
+"""Completions: work in flight, its layers as they become ready, and its end.
+
+Owns the state of one operation and the lock around it. Never runs work itself: whoever starts the
+operation drives it through a ``CompletionSource``. Who calls it: transfer, pool, client, engines.
+"""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Generator
+from typing import Generic, TypeVar
+
+from kvpool.errors import CancelledTransferError, TransferTimeoutError
+
+T = TypeVar("T")
+
+
+class Completion(Generic[T]):
+    """The reader's side of one operation. Safe from any thread; also awaitable.
+
+    The buffers of an operation belong to it until ``done()``: not at a timeout of ``wait``, and not
+    at ``cancel``, but when the completion is done may they be used again.
+    """
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._done = False
+        self._result: T | None = None
+        self._error: BaseException | None = None
+        self._layers_ready = 0
+        self._cancel_requested = False
+        self._callbacks: list[Callable[[], None]] = []
+
+    def done(self) -> bool:
+        """Say whether it has ended, well or not. Never blocks."""
+        return self._done
+
+    def layers_ready(self) -> int:
+        """Return how many leading layers have arrived. Never blocks."""
+        return self._layers_ready
+
+    def wait_layer(self, layer: int, timeout_s: float) -> bool:
+        """Wait until ``layer`` (0-based) has arrived or the operation ended.
+
+        Returns:
+            True if the layer has arrived.
+
+        Raises:
+            TransferTimeoutError: ``timeout_s`` passed. The operation goes on.
+        """
+        with self._condition:
+            if not self._condition.wait_for(
+                lambda: self._layers_ready > layer or self._done, timeout_s
+            ):
+                raise TransferTimeoutError(f"layer {layer} did not arrive within {timeout_s} s")
+            return self._layers_ready > layer
+
+    def wait(self, timeout_s: float) -> T:
+        """Wait for the end and return the result, or raise the operation's error.
+
+        Raises:
+            TransferTimeoutError: ``timeout_s`` passed. The operation goes on and keeps its buffers.
+        """
+        with self._condition:
+            if not self._condition.wait_for(lambda: self._done, timeout_s):
+                raise TransferTimeoutError(f"not complete within {timeout_s} s")
+        return self.result()
+
+    def result(self) -> T:
+        """Return the result of a done operation, or raise its error.
+
+        Raises:
+            TransferTimeoutError: It is not done. Use ``wait`` to block.
+        """
+        with self._condition:
+            if not self._done:
+                raise TransferTimeoutError("not complete yet")
+            if self._error is not None:
+                raise self._error
+            return self._result  # type: ignore[return-value]  # done without error: it is a T
+
+    def cancel(self) -> None:
+        """Ask for an early end. Idempotent, never blocks, harmless once done.
+
+        The completion then ends with CancelledTransferError, or with its result if that came first.
+        """
+        self._cancel_requested = True
+
+    def add_done_callback(self, callback: Callable[[], None]) -> None:
+        """Call ``callback`` once when done, from the thread that ends it; at once if done already."""
+        with self._condition:
+            if not self._done:
+                self._callbacks.append(callback)
+                return
+        callback()
+
+    def __await__(self) -> Generator[object, None, T]:
+        """Await the end in asyncio; raises as ``result`` does."""
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+
+        def tell() -> None:
+            if not ended.done():
+                ended.set_result(None)
+
+        self.add_done_callback(lambda: loop.call_soon_threadsafe(tell))
+        yield from ended
+        return self.result()
+
+
+class CompletionSource(Generic[T]):
+    """The worker's side: advances and ends one completion. The first end wins, later ones are lost."""
+
+    def __init__(self) -> None:
+        self.completion: Completion[T] = Completion()
+
+    @property
+    def cancel_requested(self) -> bool:
+        """Whether the reader has asked for an early end."""
+        return self.completion._cancel_requested
+
+    def advance(self, layers_ready: int) -> None:
+        """Say that the leading ``layers_ready`` layers have arrived. Never goes back."""
+        target = self.completion
+        with target._condition:
+            if not target._done and layers_ready > target._layers_ready:
+                target._layers_ready = layers_ready
+                target._condition.notify_all()
+
+    def finish(self, result: T) -> bool:
+        """End well. Returns False if it had ended already."""
+        return self._end(result, None)
+
+    def fail(self, error: BaseException) -> bool:
+        """End with an error. Returns False if it had ended already."""
+        return self._end(None, error)
+
+    def cancelled(self) -> bool:
+        """End with CancelledTransferError."""
+        return self.fail(CancelledTransferError("cancelled by the caller"))
+
+    def _end(self, result: T | None, error: BaseException | None) -> bool:
+        target = self.completion
+        with target._condition:
+            if target._done:
+                return False
+            target._result, target._error, target._done = result, error, True
+            callbacks, target._callbacks = target._callbacks, []
+            target._condition.notify_all()
+        for callback in callbacks:
+            callback()
+        return True
+
+
+class Deadline:
+    """A point in monotonic time that an operation must not pass."""
+
+    def __init__(self, seconds: float) -> None:
+        self.at = time.monotonic() + seconds
+
+    def remaining_s(self) -> float:
+        """Return the seconds left, never below 0."""
+        return max(0.0, self.at - time.monotonic())
+
+    def passed(self) -> bool:
+        """Say whether it is over."""
+        return self.remaining_s() == 0.0

@@ -1,0 +1,138 @@
+"""The Tier contract: one store of blocks on one node, fast or slow.
+
+A tier keeps payloads under 32-byte keys (``Part.key``; a whole block's key is its hash). It owns
+slots, the index from key to slot, pins and eviction. It never decides what to admit and never talks
+to another process. Every implementation and wrapper passes ``kvpool.testing.tier_suite``.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from kvpool.arena import Slot
+from kvpool.block import BlockHash, BlockLayout
+from kvpool.memory import BlockView, Crcs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TierStats:
+    """Counts of one tier. ``free + reserved + ready + quarantined == slots`` always."""
+
+    slots: int
+    free: int
+    reserved: int
+    ready: int
+    quarantined: int
+    pins: int
+    hits: int
+    misses: int
+    evictions: int
+    corruptions: int
+
+
+class Tier(ABC):
+    """One store of blocks. All methods are safe from any thread; none waits for another's work.
+
+    A reader can never see a half-written block: a block is found only after ``commit``. A pinned
+    block is never evicted or overwritten. A slot with grants out (``grant``) is quarantined when it
+    is given up, and not handed out again before the last ``settle``.
+    """
+
+    name: str
+    layout: BlockLayout
+
+    @abstractmethod
+    def reserve(self) -> Slot:
+        """Take a slot to write a block into, evicting unpinned blocks (LRU, leaves first) at need.
+
+        Raises:
+            CapacityError: Every slot is reserved, pinned or quarantined. No state changed.
+            ClosedError: The tier is closed.
+        """
+
+    @abstractmethod
+    def view(self, slots: list[Slot], *, writable: bool) -> BlockView:
+        """Describe slots for a copy. Writable only while reserved; readable while pinned.
+
+        The view keeps the memory mapped, not the slots: the caller keeps them reserved or pinned.
+        """
+
+    @abstractmethod
+    def commit(self, slot: Slot, key: BlockHash, parent: BlockHash | None, crcs: Crcs) -> bool:
+        """Make a written slot readable under ``key``.
+
+        Args:
+            slot: A reserved slot, written whole. Consumed by this call whatever it returns.
+            key: The block's (or part's) key.
+            parent: Key of the block before it in its chain, or None for the first. A block is
+                evicted before its ancestors in this tier.
+            crcs: uint32 [layers, kv_heads], the CRC32C of the payload that was written.
+
+        Returns:
+            False if the key was there already (the new copy was dropped), True if it is new.
+
+        Raises:
+            UsageError: The slot is not reserved, or another life. No state changed.
+        """
+
+    @abstractmethod
+    def abort(self, slot: Slot) -> None:
+        """Give a reserved slot back unwritten. Quarantined while grants are out. Idempotent."""
+
+    @abstractmethod
+    def match(self, keys: bytes) -> int:
+        """Count the leading keys (32 bytes each, concatenated) that are here. Not a use: a hint."""
+
+    @abstractmethod
+    def pin(self, keys: bytes) -> list[Slot]:
+        """Pin the leading blocks that are here and count as used; their slots, in order.
+
+        Each pin is given back with ``unpin``. Fewer slots than keys is a miss, not an error.
+        """
+
+    @abstractmethod
+    def unpin(self, slots: list[Slot]) -> None:
+        """Give pins back. Never raises for a closed tier."""
+
+    @abstractmethod
+    def crcs(self, slots: list[Slot]) -> Crcs:
+        """Return the CRC32C of pinned slots, uint32 [slots, layers, kv_heads]."""
+
+    @abstractmethod
+    def grant(self, slot: Slot) -> None:
+        """Count one more party that may still touch the slot's bytes (a peer, the kernel)."""
+
+    @abstractmethod
+    def settle(self, slot: Slot) -> None:
+        """Give one grant back: that party has ended, or is known to be dead."""
+
+    @abstractmethod
+    def drop(self, key: BlockHash, reason: str) -> bool:
+        """Remove a block because it is corrupt or invalid; a pinned one goes at its last unpin.
+
+        From this call on it is a miss. Returns False if it was not here.
+        """
+
+    @abstractmethod
+    def evict(self, count: int) -> int:
+        """Evict up to ``count`` unpinned blocks in policy order. Returns how many went."""
+
+    @abstractmethod
+    def stats(self) -> TierStats:
+        """Return a consistent snapshot of the counts."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the memory. Idempotent. Later calls raise ClosedError (``unpin`` does not)."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()

@@ -1,0 +1,187 @@
+"""The transport contract: bytes between registered regions of different processes.
+
+A transport connects two processes; an endpoint is one connection. Bytes are *pulled* by their
+receiver where both share a host, and small notifications travel both ways. Nobody ever writes into
+another process's arena through this contract. Every implementation and wrapper passes
+``kvpool.testing.transport_suite``.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Final, Self
+
+from kvpool.arena import Arena
+from kvpool.block import BlockLayout, Incarnation
+from kvpool.completion import Completion
+from kvpool.memory import BlockView, Span
+
+# Largest notification, in bytes. It fits a record of the shared ring.
+NOTIFICATION_BYTES_MAX: Final = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class RegionDescriptor:
+    """Names a registered region to a peer.
+
+    Attributes:
+        incarnation: Of the owner; a transfer to another run of it is refused.
+        region: Number of the region at its owner.
+        slot_count, slot_bytes: Its geometry.
+    """
+
+    incarnation: Incarnation
+    region: int
+    slot_count: int
+    slot_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteSlots:
+    """Slots of a peer's region, each in one life.
+
+    Attributes:
+        region: Number of the region at its owner.
+        slots: Slot numbers.
+        generations: The life each slot must be in when it is read, before and after.
+    """
+
+    region: int
+    slots: tuple[int, ...]
+    generations: tuple[int, ...]
+
+
+class Endpoint(ABC):
+    """One connection to one peer process. Safe from any thread."""
+
+    peer: Incarnation
+
+    @abstractmethod
+    def read_spans(
+        self, pairs: Sequence[tuple[Span, RemoteSlots, int]], deadline_s: float
+    ) -> Completion[int]:
+        """Pull flat bytes: each (destination, one remote slot, offset in the slot).
+
+        Returns:
+            A completion of the bytes copied; all or a typed error. Per-slot generations are checked
+            before and after.
+
+        Raises:
+            UsageError: An empty batch, zero length, a span past its slot's end, an unknown region,
+                overlapping destinations. Raised before anything moves.
+            ClosedError: The endpoint is closed.
+        """
+
+    @abstractmethod
+    def read_blocks(
+        self,
+        dest: BlockView,
+        source: RemoteSlots,
+        *,
+        source_layout: BlockLayout,
+        dest_layer: int | None,
+        deadline_s: float,
+    ) -> Completion[int]:
+        """Pull blocks in canonical order from a peer's slots into a view, CRC32C checked.
+
+        Args:
+            dest: As many blocks as ``source`` has slots.
+            source: One slot a block.
+            source_layout: What one slot holds: all layers, or one (``num_layers`` 1).
+            dest_layer: With a one-layer source: the layer of ``dest`` to write. None: all layers.
+            deadline_s: Seconds from now.
+
+        Returns:
+            A completion of the number of leading blocks that arrived whole and verified. Fewer than
+            asked means that the next one was stale or corrupt at the owner. The completion is done
+            only when nothing will touch ``dest`` any more.
+        """
+
+    @abstractmethod
+    def notify(self, payload: bytes) -> bool:
+        """Send a small message, after everything this thread wrote before. Never blocks.
+
+        Returns:
+            False if the peer has not read enough of the earlier ones: try again later.
+
+        Raises:
+            UsageError: Empty, or larger than NOTIFICATION_BYTES_MAX.
+            PeerUnreachableError: The peer is dead.
+            ClosedError: The endpoint is closed.
+        """
+
+    @abstractmethod
+    def on_notification(self, callback: Callable[[bytes], None]) -> None:
+        """Call back for each message, in order, from the transport's progress thread.
+
+        Messages that came before the first callback was set are kept for it. It must not block.
+        """
+
+    @abstractmethod
+    def on_lost(self, callback: Callable[["Endpoint"], None]) -> None:
+        """Call back once when the peer is dead or the endpoint closed; at once if it is already."""
+
+    @abstractmethod
+    def alive(self) -> bool:
+        """Say whether the peer is not known to be dead and the endpoint is open."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the connection. Idempotent, bounded. Reads in flight end with ClosedError."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class Transport(ABC):
+    """One process's way to its peers. Owns one progress thread. Safe from any thread."""
+
+    incarnation: Incarnation
+
+    @abstractmethod
+    def register(self, arena: Arena) -> RegionDescriptor:
+        """Let peers read the READY slots of an arena. Register before connecting or listening."""
+
+    @abstractmethod
+    def listen(self, address: str, on_connect: Callable[[Endpoint], None]) -> str:
+        """Accept peers at ``address`` and hand each endpoint to ``on_connect``.
+
+        Returns the address to tell peers. ``on_connect`` runs on the progress thread.
+        """
+
+    @abstractmethod
+    def connect(
+        self, address: str, timeout_s: float, expected: Incarnation | None = None
+    ) -> Endpoint:
+        """Connect to a listening peer.
+
+        Raises:
+            PeerUnreachableError: Nobody answers there, or another user's process.
+            TransferTimeoutError: No hello within ``timeout_s``.
+            StaleIncarnationError: The peer is another run than ``expected``.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Close all endpoints and the progress thread. Idempotent, bounded to 5 s."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
