@@ -1,0 +1,226 @@
+"""Control messages between kvpool's processes: msgspec structs over gRPC, typed errors both ways.
+
+Owns how a method is named, encoded and how a KVPoolError crosses the wire. Carries no KV bytes. gRPC
+gives deadlines, cancellation and streams; msgspec gives validation, so no pickle is ever read.
+Who calls it: the client and the server of a pool, the Conductor and the workers.
+"""
+
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from typing import Any, Final, Generic, TypeVar
+
+import grpc
+import grpc.aio
+import msgspec
+
+from kvpool import errors
+from kvpool.errors import InternalError, KVPoolError, PeerUnreachableError, TransferTimeoutError
+
+logger = logging.getLogger(__name__)
+
+Request = TypeVar("Request", bound=msgspec.Struct)
+Reply = TypeVar("Reply", bound=msgspec.Struct)
+
+# Trailing metadata that names the class of a KVPoolError.
+_ERROR_KEY: Final = "kvpool-error"
+# Largest control message. A 128k-token prompt is 0.5 MiB; KV bytes never travel here.
+MESSAGE_BYTES_MAX: Final = 16 << 20
+_OPTIONS: Final = [
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    # A proxy of the environment must never see a call between local processes.
+    ("grpc.enable_http_proxy", 0),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Method(Generic[Request, Reply]):
+    """One remote method.
+
+    Attributes:
+        service, name: Where it lives.
+        request, reply: Struct types of its messages.
+        streams: True if it answers with a stream of replies.
+    """
+
+    service: str
+    name: str
+    request: type[Request]
+    reply: type[Reply]
+    streams: bool = False
+
+    @property
+    def path(self) -> str:
+        """The method's path in gRPC."""
+        return f"/kvpool.{self.service}/{self.name}"
+
+
+def _encode(message: msgspec.Struct) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def typed_error(error: grpc.RpcError) -> KVPoolError:
+    """Turn a failed call back into the error that the other side raised, or into what it means."""
+    for key, value in error.trailing_metadata() or ():
+        if key == _ERROR_KEY:
+            kind = getattr(errors, str(value), None)
+            if isinstance(kind, type) and issubclass(kind, KVPoolError):
+                return kind(error.details() or str(value))
+    code, details = error.code(), error.details()
+    if code == grpc.StatusCode.DEADLINE_EXCEEDED:
+        return TransferTimeoutError(f"no answer within the deadline: {details}")
+    if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
+        return PeerUnreachableError(f"the other process is gone or shutting down: {details}")
+    return InternalError(f"call failed with {code}: {details}")
+
+
+class Caller:
+    """Blocking calls to one address, from any thread. Owns one gRPC channel."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+
+    def call(
+        self, method: Method[Request, Reply], request: Request, timeout_s: float
+    ) -> Reply:
+        """Call a unary method. Raises the typed error of the other side, or UnavailableError."""
+        bound = self._channel.unary_unary(
+            method.path,
+            request_serializer=_encode,
+            response_deserializer=msgspec.msgpack.Decoder(method.reply).decode,
+        )
+        try:
+            reply: Reply = bound(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise typed_error(error) from error
+        return reply
+
+    def close(self) -> None:
+        """Close the channel. Idempotent."""
+        self._channel.close()
+
+
+class AsyncCaller:
+    """Calls from asyncio to one address. Owns one gRPC channel of the running loop."""
+
+    def __init__(self, address: str) -> None:
+        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+
+    async def call(
+        self, method: Method[Request, Reply], request: Request, timeout_s: float
+    ) -> Reply:
+        """Call a unary method. Cancelling the task cancels the call at the other side."""
+        bound = self._channel.unary_unary(
+            method.path,
+            request_serializer=_encode,
+            response_deserializer=msgspec.msgpack.Decoder(method.reply).decode,
+        )
+        try:
+            reply: Reply = await bound(request, timeout=timeout_s)
+        except grpc.RpcError as error:
+            raise typed_error(error) from error
+        return reply
+
+    async def stream(
+        self, method: Method[Request, Reply], request: Request, timeout_s: float
+    ) -> AsyncIterator[Reply]:
+        """Call a streaming method. Closing the iterator cancels the call at the other side."""
+        bound = self._channel.unary_stream(
+            method.path,
+            request_serializer=_encode,
+            response_deserializer=msgspec.msgpack.Decoder(method.reply).decode,
+        )
+        call = bound(request, timeout=timeout_s)
+        try:
+            async for reply in call:
+                yield reply
+        except grpc.RpcError as error:
+            raise typed_error(error) from error
+        finally:
+            call.cancel()
+
+    async def close(self) -> None:
+        """Close the channel. Idempotent."""
+        await self._channel.close()
+
+
+Unary = Callable[[Any], Awaitable[msgspec.Struct]]
+Streaming = Callable[[Any], AsyncIterator[msgspec.Struct]]
+
+
+class Service:
+    """A gRPC server of methods, in the running asyncio loop.
+
+    Handlers are coroutines (unary) or async generators (streaming). A handler is cancelled, by
+    asyncio's own cancellation, when its caller goes away or its deadline passes. A KVPoolError it
+    raises reaches the caller as the same class.
+    """
+
+    def __init__(self) -> None:
+        self._server = grpc.aio.server(options=_OPTIONS)
+        self._handlers: dict[str, dict[str, grpc.RpcMethodHandler]] = {}
+
+    def add(self, method: Method[Request, Reply], handler: Unary | Streaming) -> None:
+        """Serve a method. Call before ``start``."""
+        decode = msgspec.msgpack.Decoder(method.request).decode
+        if method.streams:
+            made = grpc.unary_stream_rpc_method_handler(
+                _guard_stream(handler), request_deserializer=decode, response_serializer=_encode
+            )
+        else:
+            made = grpc.unary_unary_rpc_method_handler(
+                _guard_unary(handler), request_deserializer=decode, response_serializer=_encode
+            )
+        self._handlers.setdefault(f"kvpool.{method.service}", {})[method.name] = made
+
+    async def start(self, address: str) -> None:
+        """Listen, say at ``unix:PATH``. Raises UsageError if the address cannot be had."""
+        for service, handlers in self._handlers.items():
+            generic = grpc.method_handlers_generic_handler(service, handlers)
+            self._server.add_generic_rpc_handlers((generic,))
+        try:
+            self._server.add_insecure_port(address)
+        except RuntimeError as error:
+            raise errors.UsageError(f"cannot listen at {address}: {error}") from error
+        await self._server.start()
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuse new calls, give running ones ``grace_s``, then cancel them."""
+        await self._server.stop(grace_s)
+
+
+async def _abort(context: Any, error: KVPoolError) -> None:
+    context.set_trailing_metadata(((_ERROR_KEY, type(error).__name__),))
+    await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
+
+
+def _guard_unary(handler: Any) -> Any:
+    async def guarded(request: Any, context: Any) -> Any:
+        try:
+            return await handler(request)
+        except KVPoolError as error:
+            await _abort(context, error)
+        except Exception as error:
+            logger.exception("handler failed")
+            await _abort(context, InternalError(f"{type(error).__name__}: {error}"))
+        return None
+
+    return guarded
+
+
+def _guard_stream(handler: Any) -> Any:
+    async def guarded(request: Any, context: Any) -> Any:
+        replies = handler(request)
+        try:
+            async for reply in replies:
+                yield reply
+        except KVPoolError as error:
+            await _abort(context, error)
+        except Exception as error:
+            logger.exception("handler failed")
+            await _abort(context, InternalError(f"{type(error).__name__}: {error}"))
+        finally:
+            await replies.aclose()
+
+    return guarded
