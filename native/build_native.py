@@ -14,7 +14,19 @@ ffibuilder.set_source(
     "kvpool._native",
     '#include "kvpool.h"',
     sources=[str(path) for path in sorted((HERE / "src").glob("*.c"))],
+    # A changed header rebuilds everything.
+    depends=[str(path) for path in sorted((HERE / "include").glob("*.h"))],
     include_dirs=[str(HERE / "include")],
     libraries=["pthread", "dl"],
-    extra_compile_args=["-std=gnu11", "-Wall", "-Wextra", "-Wshadow", "-Werror", "-O3"],
+    # kvpool._native exports nothing but its initialiser, so that no other library of the process
+    # can take the place of a kvp_ function.
+    extra_compile_args=[
+        "-std=gnu11",
+        "-Wall",
+        "-Wextra",
+        "-Wshadow",
+        "-Werror",
+        "-O3",
+        "-fvisibility=hidden",
+    ],
 )
