@@ -9,6 +9,7 @@ wings need it (docs/decisions/0001).
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,6 +24,9 @@ from kvpool.errors import (
     UsageError,
 )
 from kvpool.memory import BlockIds, BlockView, Crcs
+
+if TYPE_CHECKING:
+    from kvpool._native import CData
 
 # What a slot that is published without a name carries: outbox slices are known by their slot.
 NO_HASH = BlockHash(bytes(32))
@@ -261,7 +265,7 @@ class Window:
 
     def _arrays(
         self, slots: Sequence[int], generations: Sequence[int]
-    ) -> tuple[object, object, int]:
+    ) -> "tuple[CData, CData, int]":
         if len(slots) != len(generations):
             raise UsageError("as many generations as slots are needed")
         numbers = np.asarray(slots, dtype=np.int64)

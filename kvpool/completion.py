@@ -3,6 +3,8 @@
 Owns the state of one operation and the lock around it. Never runs work itself: whoever starts the
 operation drives it through a ``CompletionSource``. Who calls it: transfer, pool, client, engines.
 """
+# pyright: reportPrivateUsage=false
+# A completion and its source are two sides of one state.
 
 import asyncio
 import threading
@@ -29,7 +31,7 @@ class Completion(Generic[T]):
         self._error: BaseException | None = None
         self._layers_ready = 0
         self._cancel_requested = False
-        self._callbacks: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[], object]] = []
 
     def done(self) -> bool:
         """Say whether it has ended, well or not. Never blocks."""
@@ -86,7 +88,7 @@ class Completion(Generic[T]):
         """
         self._cancel_requested = True
 
-    def add_done_callback(self, callback: Callable[[], None]) -> None:
+    def add_done_callback(self, callback: Callable[[], object]) -> None:
         """Call ``callback`` once when done, from the thread that ends it; at once if done already."""
         with self._condition:
             if not self._done:

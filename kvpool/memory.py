@@ -172,7 +172,9 @@ def copy_blocks(
     if len(dest) != len(source):
         raise UsageError(f"{len(source)} blocks do not fit a view of {len(dest)}")
     if not dest.writable:
-        raise UsageError("the destination is another process's memory: bytes are pulled, not pushed")
+        raise UsageError(
+            "the destination is another process's memory: bytes are pulled, not pushed"
+        )
     layout = source.layout
     span = range(layout.num_layers) if layers is None else layers
     if span.step != 1 or not 0 <= span.start <= span.stop <= layout.num_layers:

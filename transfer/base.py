@@ -184,4 +184,3 @@ class Transport(ABC):
         trace: TracebackType | None,
     ) -> None:
         self.close()
-

@@ -62,7 +62,8 @@ def _encode(message: msgspec.Struct) -> bytes:
 
 def typed_error(error: grpc.RpcError) -> KVPoolError:
     """Turn a failed call back into the error that the other side raised, or into what it means."""
-    for key, value in error.trailing_metadata() or ():
+    trailing: Any = error.trailing_metadata()  # pairs; gRPC's own stub says something else
+    for key, value in trailing or ():
         if key == _ERROR_KEY:
             kind = getattr(errors, str(value), None)
             if isinstance(kind, type) and issubclass(kind, KVPoolError):
@@ -81,9 +82,7 @@ class Caller:
     def __init__(self, address: str) -> None:
         self._channel = grpc.insecure_channel(address, options=_OPTIONS)
 
-    def call(
-        self, method: Method[Request, Reply], request: Request, timeout_s: float
-    ) -> Reply:
+    def call(self, method: Method[Request, Reply], request: Request, timeout_s: float) -> Reply:
         """Call a unary method. Raises the typed error of the other side, or UnavailableError."""
         bound = self._channel.unary_unary(
             method.path,
