@@ -1,0 +1,226 @@
+"""Every metric name in one place, and the sink that counts events into them.
+
+Owns a registry of its own (never Prometheus's process-wide one). Names are
+``kvpool_<wing>_<noun>_<unit>[_total]``; labels come from closed sets, never a hash or a request.
+Does not open ports. Who calls it: the server and the serve command, which hand the registry to an
+exporter; ``docs/metrics.md`` must equal ``render_table()``.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from kvpool.errors import UsageError
+from kvpool.events import (
+    BlockEvicted,
+    Event,
+    ForwardRan,
+    LayerComputed,
+    LayerRead,
+    PeerLost,
+    SliceAnnounced,
+    SliceArrived,
+)
+
+Kind = Literal["counter", "gauge", "histogram"]
+
+TIERS: Final = ("gpu", "dram", "ssd", "other")
+SLOT_STATES: Final = ("free", "reserved", "ready", "quarantined")
+METHODS: Final = ("hello", "configure", "match", "lease", "report", "release", "store", "stats")
+ROLES: Final = ("prefill", "decode", "other")
+OUTCOMES: Final = ("ok", "refused", "failed", "cancelled")
+
+# Seconds, 100 us to 60 s: a control message costs about half a millisecond, a cold prompt seconds.
+_SECONDS: Final = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2)
+_BUCKETS: Final = (*_SECONDS, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metric:
+    """One metric: its whole name, kind, labels with every value they may have, and meaning."""
+
+    name: str
+    kind: Kind
+    meaning: str
+    labels: Mapping[str, tuple[str, ...]]
+
+
+def _metric(kind: Kind, name: str, meaning: str, /, **labels: tuple[str, ...]) -> Metric:
+    return Metric(name=name, kind=kind, meaning=meaning, labels=labels)
+
+
+METRICS: Final = (
+    _metric("gauge", "kvpool_tiers_slot_count", "Slots by state.", tier=TIERS, state=SLOT_STATES),
+    _metric(
+        "counter",
+        "kvpool_tiers_lookup_blocks_total",
+        "Blocks asked for with the intent to read, by whether they were there.",
+        tier=TIERS,
+        outcome=("hit", "miss"),
+    ),
+    _metric(
+        "counter",
+        "kvpool_tiers_evicted_blocks_total",
+        "Blocks that left a tier: to make room, or because a checksum differed.",
+        tier=TIERS,
+        reason=("capacity", "corrupt", "other"),
+    ),
+    _metric("counter", "kvpool_tiers_evicted_bytes_total", "Their bytes.", tier=TIERS),
+    _metric(
+        "counter",
+        "kvpool_transfer_slice_blocks_total",
+        "Layer slices, one per block and layer: announced by the sender, arrived, and read.",
+        direction=("announced", "arrived", "read"),
+    ),
+    _metric("counter", "kvpool_transfer_staged_bytes_total", "Bytes copied to be pulled."),
+    _metric(
+        "counter",
+        "kvpool_transfer_lost_peers_total",
+        "Connections that ended, by who was at the other end.",
+        peer=("client", "server", "worker", "other"),
+    ),
+    _metric("gauge", "kvpool_server_client_count", "Connected clients."),
+    _metric("gauge", "kvpool_server_lease_count", "Leases that are out."),
+    _metric("counter", "kvpool_server_expired_leases_total", "Leases that ran out unreleased."),
+    _metric(
+        "counter",
+        "kvpool_server_aborted_stores_total",
+        "Stores given up because their client was lost or cancelled.",
+    ),
+    _metric(
+        "histogram",
+        "kvpool_server_request_seconds",
+        "Time to answer a client's request.",
+        method=METHODS,
+        outcome=OUTCOMES,
+    ),
+    _metric(
+        "counter",
+        "kvpool_runtime_forward_passes_total",
+        "Forward passes of a worker.",
+        role=ROLES,
+    ),
+    _metric(
+        "counter",
+        "kvpool_runtime_forward_tokens_total",
+        "Tokens computed by them.",
+        role=ROLES,
+    ),
+    _metric("histogram", "kvpool_runtime_layer_seconds", "Time to compute one layer of a chunk."),
+    _metric(
+        "counter",
+        "kvpool_conductor_requests_total",
+        "Requests to the HTTP API that ended.",
+        outcome=OUTCOMES,
+    ),
+    _metric("histogram", "kvpool_conductor_ttft_seconds", "Time to first token."),
+    _metric("histogram", "kvpool_conductor_tbt_seconds", "Time between tokens."),
+    _metric(
+        "counter",
+        "kvpool_conductor_tokens_total",
+        "Tokens of prompts, those of them whose KV came from the pool, and tokens of output.",
+        tokens=("prompt", "cached", "output"),
+    ),
+)
+
+
+def render_table() -> str:
+    """Return the table of ``docs/metrics.md``, one line a metric, in Markdown."""
+    lines = ["| metric | kind | labels | meaning |", "|---|---|---|---|"]
+    for metric in METRICS:
+        labels = "; ".join(f"`{name}`: {', '.join(v)}" for name, v in metric.labels.items())
+        lines.append(f"| `{metric.name}` | {metric.kind} | {labels} | {metric.meaning} |")
+    return "\n".join(lines) + "\n"
+
+
+class Metrics:
+    """The metrics of one process. Safe from any thread; never blocks.
+
+    Also an EventSink: ``emit`` counts the events that a metric exists for and ignores others. It
+    never raises: a label that an event gives a new value counts as ``other``.
+    """
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self._specs = {metric.name: metric for metric in METRICS}
+        self._counters: dict[str, Counter] = {}
+        self._gauges: dict[str, Gauge] = {}
+        self._histograms: dict[str, Histogram] = {}
+        for metric in METRICS:
+            names = tuple(metric.labels)
+            if metric.kind == "counter":
+                made = Counter(metric.name, metric.meaning, names, registry=self.registry)
+                self._counters[metric.name] = made
+            elif metric.kind == "gauge":
+                gauge = Gauge(metric.name, metric.meaning, names, registry=self.registry)
+                self._gauges[metric.name] = gauge
+            else:
+                self._histograms[metric.name] = Histogram(
+                    metric.name, metric.meaning, names, registry=self.registry, buckets=_BUCKETS
+                )
+
+    def count(self, name: str, amount: float = 1, **labels: str) -> None:
+        """Add to a counter. Raises UsageError for an unknown name or label value."""
+        values = self._values(name, "counter", labels)
+        counter = self._counters[name]
+        (counter.labels(*values) if values else counter).inc(amount)
+
+    def set(self, name: str, value: float, **labels: str) -> None:
+        """Set a gauge. Raises UsageError for an unknown name or label value."""
+        values = self._values(name, "gauge", labels)
+        gauge = self._gauges[name]
+        (gauge.labels(*values) if values else gauge).set(value)
+
+    def observe(self, name: str, seconds: float, **labels: str) -> None:
+        """Put one value into a histogram. Raises UsageError for an unknown name or label value."""
+        values = self._values(name, "histogram", labels)
+        histogram = self._histograms[name]
+        (histogram.labels(*values) if values else histogram).observe(seconds)
+
+    def emit(self, event: Event) -> None:
+        """Count one event."""
+        if isinstance(event, ForwardRan):
+            name = "kvpool_runtime_forward_passes_total"
+            role = self._known(name, "role", event.role)
+            self.count(name, role=role)
+            self.count("kvpool_runtime_forward_tokens_total", event.tokens, role=role)
+        elif isinstance(event, LayerComputed):
+            self.observe("kvpool_runtime_layer_seconds", (event.at_ns - event.began_ns) / 1e9)
+        elif isinstance(event, SliceAnnounced):
+            self._slices("announced", event.blocks)
+            self.count("kvpool_transfer_staged_bytes_total", event.staged_bytes)
+        elif isinstance(event, SliceArrived):
+            self._slices("arrived", event.blocks)
+        elif isinstance(event, LayerRead):
+            self._slices("read", event.blocks)
+        elif isinstance(event, BlockEvicted):
+            name = "kvpool_tiers_evicted_blocks_total"
+            tier = self._known(name, "tier", event.tier)
+            self.count(name, tier=tier, reason=self._known(name, "reason", event.reason))
+            self.count("kvpool_tiers_evicted_bytes_total", event.size_bytes, tier=tier)
+        elif isinstance(event, PeerLost):
+            name = "kvpool_transfer_lost_peers_total"
+            self.count(name, peer=self._known(name, "peer", event.peer))
+
+    def expose(self) -> bytes:
+        """Return everything in Prometheus's text format."""
+        return generate_latest(self.registry)
+
+    def _slices(self, direction: str, blocks: int) -> None:
+        self.count("kvpool_transfer_slice_blocks_total", blocks, direction=direction)
+
+    def _known(self, name: str, label: str, value: str) -> str:
+        return value if value in self._specs[name].labels[label] else "other"
+
+    def _values(self, name: str, kind: Kind, labels: dict[str, str]) -> tuple[str, ...]:
+        spec = self._specs.get(name)
+        if spec is None or spec.kind != kind:
+            raise UsageError(f"{name!r} is no {kind} of kvpool/metrics.py: add it there")
+        if set(labels) != set(spec.labels):
+            raise UsageError(f"{name} has labels {list(spec.labels)}, not {list(labels)}")
+        for label, allowed in spec.labels.items():
+            if labels[label] not in allowed:
+                raise UsageError(f"{name}: {label} is {labels[label]!r}, not one of {allowed}")
+        return tuple(labels[label] for label in spec.labels)
