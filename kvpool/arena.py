@@ -6,7 +6,6 @@ the DRAM tier, and the outbox that a stream stages layer slices in. It lies on f
 wings need it (docs/decisions/0001).
 """
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -87,21 +86,20 @@ class Arena:
                 f"(errno {ffi.errno}): ask for less, or raise the memory limit",
                 size_bytes=size,
             )
-        self._arena = out[0]
-        self._lock = threading.Lock()  # only guards close against itself
-        self._closed = False
+        # Unmapped when its last holder is gone: this object until close(), a view, a call.
+        self._arena: CData | None = ffi.gc(out[0], lib.kvp_arena_close)
 
     @property
     def fd(self) -> int:
         """The memfd, to be sent to peers. Stays this arena's."""
-        self._require_open()
-        return lib.kvp_arena_fd(self._arena)
+        arena = self._open()
+        return lib.kvp_arena_fd(arena)
 
     def reserve(self) -> Slot:
         """Take a free slot. Raises CapacityError if there is none."""
-        self._require_open()
+        arena = self._open()
         index, generation = ffi.new("uint32_t *"), ffi.new("uint64_t *")
-        status = lib.kvp_arena_reserve(self._arena, index, generation)
+        status = lib.kvp_arena_reserve(arena, index, generation)
         if status == lib.KVP_FULL:
             raise CapacityError("no free slot", size_bytes=self.layout.block_bytes)
         self._check(status, None)
@@ -109,75 +107,73 @@ class Arena:
 
     def commit(self, slot: Slot, crcs: Crcs, name: BlockHash = NO_HASH) -> None:
         """Publish a reserved slot with its checksums, uint32 with ``layout.crc_count`` values."""
-        self._require_open()
+        arena = self._open()
         flat = np.ascontiguousarray(crcs, dtype=np.uint32).reshape(-1)
         if flat.size != self.layout.crc_count or len(name) != len(NO_HASH):
             raise UsageError(f"{flat.size} checksums where {self.layout.crc_count} are expected")
         buffer = ffi.from_buffer("uint32_t[]", flat)
-        status = lib.kvp_arena_commit(self._arena, slot.index, slot.generation, name, buffer)
+        status = lib.kvp_arena_commit(arena, slot.index, slot.generation, name, buffer)
         self._check(status, slot)
 
     def pin(self, slot: Slot) -> None:
         """Keep a ready slot from being released. Raises UsageError if it is another life."""
-        self._require_open()
-        self._check(lib.kvp_arena_pin(self._arena, slot.index, slot.generation), slot)
+        arena = self._open()
+        self._check(lib.kvp_arena_pin(arena, slot.index, slot.generation), slot)
 
     def unpin(self, slot: Slot) -> None:
         """Give one pin back."""
-        if not self._closed:
-            self._check(lib.kvp_arena_unpin(self._arena, slot.index, slot.generation), slot)
+        if (arena := self._arena) is not None:
+            self._check(lib.kvp_arena_unpin(arena, slot.index, slot.generation), slot)
 
     def grant(self, slot: Slot) -> None:
         """Count one more party that may still touch the slot's bytes."""
-        self._require_open()
-        self._check(lib.kvp_arena_grant(self._arena, slot.index, slot.generation), slot)
+        arena = self._open()
+        self._check(lib.kvp_arena_grant(arena, slot.index, slot.generation), slot)
 
     def settle(self, slot: Slot) -> None:
         """Give one grant back."""
-        if not self._closed:
-            self._check(lib.kvp_arena_settle(self._arena, slot.index, slot.generation), slot)
+        if (arena := self._arena) is not None:
+            self._check(lib.kvp_arena_settle(arena, slot.index, slot.generation), slot)
 
     def release(self, slot: Slot) -> None:
         """Give the slot up: free now, or quarantined while grants are out. Not while pinned."""
-        if not self._closed:
-            self._check(lib.kvp_arena_release(self._arena, slot.index, slot.generation), slot)
+        if (arena := self._arena) is not None:
+            self._check(lib.kvp_arena_release(arena, slot.index, slot.generation), slot)
 
     def crcs(self, slots: Sequence[Slot]) -> Crcs:
         """Return the checksums of ready slots, uint32 [slots, layers, kv_heads]."""
-        self._require_open()
+        arena = self._open()
         shape = (len(slots), self.layout.num_layers, self.layout.kv_heads)
         out = np.zeros(shape, dtype=np.uint32)
         for row, slot in zip(out, slots, strict=True):
             buffer = ffi.from_buffer("uint32_t[]", row, require_writable=True)
-            status = lib.kvp_arena_crcs(self._arena, slot.index, slot.generation, buffer)
+            status = lib.kvp_arena_crcs(arena, slot.index, slot.generation, buffer)
             self._check(status, slot)
         return out
 
     def view(self, slots: Sequence[Slot]) -> BlockView:
         """Describe slots for a copy. The caller holds them reserved or pinned meanwhile."""
-        self._require_open()
-        base = lib.kvp_arena_base(self._arena)
-        stride = lib.kvp_arena_slot_stride(self._arena)
-        return BlockView.canonical(self.layout, base, stride, _indices(slots), owner=self)
+        arena = self._open()
+        base = lib.kvp_arena_base(arena)
+        stride = lib.kvp_arena_slot_stride(arena)
+        return BlockView.canonical(self.layout, base, stride, _indices(slots), owner=arena)
 
     def counts(self) -> ArenaCounts:
         """Return a consistent snapshot."""
-        self._require_open()
+        arena = self._open()
         out = ffi.new("kvp_arena_counts *")
-        lib.kvp_arena_count(self._arena, out)
+        lib.kvp_arena_count(arena, out)
         names = ArenaCounts.__slots__
         return ArenaCounts(*(int(getattr(out, name)) for name in names))
 
     def close(self) -> None:
-        """Unmap. Idempotent. The caller sees to it that no copy of its own is under way."""
-        with self._lock:
-            if not self._closed:
-                self._closed = True
-                lib.kvp_arena_close(self._arena)
+        """Give the memory up. Idempotent. It stays mapped until the last view and call are gone."""
+        self._arena = None
 
-    def _require_open(self) -> None:
-        if self._closed:
+    def _open(self) -> "CData":
+        if (arena := self._arena) is None:
             raise ClosedError("the arena is closed")
+        return arena
 
     def _check(self, status: int, slot: Slot | None) -> None:
         if status == lib.KVP_OK:
