@@ -1,0 +1,67 @@
+/* crc32c.c: RFC 3720's vectors, the two implementations against each other, and joining. */
+#include "../src/crc32c.c"
+
+#include "check.h"
+
+static void test_vectors(void)
+{
+    uint8_t bytes[32];
+    CHECK(kvp_crc32c(0, (const uint8_t *)"123456789", 9) == 0xe3069283);
+    memset(bytes, 0, sizeof bytes);
+    CHECK(kvp_crc32c(0, bytes, sizeof bytes) == 0x8a9136aa);
+    memset(bytes, 0xff, sizeof bytes);
+    CHECK(kvp_crc32c(0, bytes, sizeof bytes) == 0x62a8ab43);
+    for (size_t i = 0; i < sizeof bytes; i++)
+        bytes[i] = (uint8_t)i;
+    CHECK(kvp_crc32c(0, bytes, sizeof bytes) == 0x46dd794e);
+    CHECK(kvp_crc32c(0x1234, bytes, 0) == 0x1234);
+}
+
+/* Exact-size heap buffers, so that the sanitizer sees a byte too many. */
+static void test_sizes(void)
+{
+    for (size_t step = 0; step < 1200; step++) {
+        size_t size = step < 700 ? step : random_below(40000);
+        uint8_t *src = malloc(size + 1), *dst = malloc(size + 1);
+        CHECK(src != NULL && dst != NULL);
+        fill_random(src, size);
+        uint32_t start = (uint32_t)next_random();
+        uint32_t slow = ~update_portable(~start, NULL, src, size);
+        CHECK(kvp_crc32c(start, src, size) == slow);
+        dst[size] = 0x5a;
+        CHECK(kvp_crc32c_copy(start, dst, src, size) == slow);
+        CHECK(!memcmp(src, dst, size) && dst[size] == 0x5a);
+        memset(dst, 0, size);
+        CHECK(~update_portable(~start, dst, src, size) == slow);
+        CHECK(!memcmp(src, dst, size) && dst[size] == 0x5a);
+        size_t cut = random_below(size + 1);
+        uint32_t a = kvp_crc32c(start, src, cut), b = kvp_crc32c(0, src + cut, size - cut);
+        CHECK(kvp_crc32c(a, src + cut, size - cut) == slow);
+        CHECK(kvp_crc32c_combine(a, b, size - cut) == slow);
+        free(src);
+        free(dst);
+    }
+}
+
+/* Joining is associative at sizes that no buffer has. */
+static void test_combine_huge(void)
+{
+    for (size_t step = 0; step < 1000; step++) {
+        uint32_t a = (uint32_t)next_random(), b = (uint32_t)next_random();
+        uint32_t c = (uint32_t)next_random();
+        size_t b_size = next_random() >> 1, c_size = next_random() >> (1 + random_below(60));
+        uint32_t left = kvp_crc32c_combine(kvp_crc32c_combine(a, b, b_size), c, c_size);
+        uint32_t right =
+            kvp_crc32c_combine(a, kvp_crc32c_combine(b, c, c_size), b_size + c_size);
+        CHECK(left == right);
+    }
+    CHECK(kvp_crc32c_combine(77, 0, 0) == 77);
+}
+
+int main(void)
+{
+    test_vectors();
+    test_sizes();
+    test_combine_huge();
+    return 0;
+}

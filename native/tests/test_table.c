@@ -1,0 +1,87 @@
+/* table.c: against a plain array, with hashes that collide, up to the capacity. */
+#include "../src/table.c"
+
+#include "check.h"
+
+enum { NAMES = 64 };
+
+static void name(uint8_t *hash, size_t index)
+{
+    memset(hash, 0, HASH_BYTES);
+    hash[HASH_BYTES - 1] = (uint8_t)index; /* equal where the table looks first: all collide */
+}
+
+static void test_against_array(void)
+{
+    uint64_t values[NAMES] = {0};
+    int present[NAMES] = {0};
+    size_t count = 0, capacity = 40;
+    kvp_table *table = kvp_table_open(capacity);
+    CHECK(table != NULL);
+    for (size_t step = 0; step < 20000; step++) {
+        size_t i = random_below(NAMES);
+        uint8_t hash[HASH_BYTES];
+        name(hash, i);
+        if (next_random() & 1) {
+            kvp_status status = kvp_table_put(table, hash, step);
+            CHECK(status == (present[i] || count < capacity ? KVP_OK : KVP_FULL));
+            if (status == KVP_OK) {
+                count += !present[i];
+                present[i] = 1;
+                values[i] = step;
+            }
+        } else {
+            CHECK(kvp_table_remove(table, hash) == (present[i] ? KVP_OK : KVP_MISS));
+            count -= (size_t)present[i];
+            present[i] = 0;
+        }
+        uint64_t value;
+        i = random_below(NAMES);
+        name(hash, i);
+        kvp_status found = kvp_table_get(table, hash, &value);
+        CHECK(found == (present[i] ? KVP_OK : KVP_MISS));
+        CHECK(found != KVP_OK || value == values[i]);
+        CHECK(kvp_table_count(table) == count);
+    }
+    kvp_table_close(table);
+}
+
+static void test_match(void)
+{
+    enum { COUNT = 100 };
+    static uint8_t hashes[COUNT * HASH_BYTES];
+    uint64_t values[COUNT];
+    fill_random(hashes, sizeof hashes);
+    kvp_table *table = kvp_table_open(COUNT);
+    CHECK(table != NULL);
+    for (size_t i = 0; i < COUNT; i++)
+        CHECK(kvp_table_put(table, hashes + i * HASH_BYTES, i) == KVP_OK);
+    CHECK(kvp_table_match(table, hashes, COUNT, values) == COUNT);
+    for (size_t i = 0; i < COUNT; i++)
+        CHECK(values[i] == i);
+    CHECK(kvp_table_remove(table, hashes + 37 * HASH_BYTES) == KVP_OK);
+    CHECK(kvp_table_match(table, hashes, COUNT, NULL) == 37);
+    CHECK(kvp_table_match(table, hashes, 0, NULL) == 0);
+    kvp_table_close(table);
+}
+
+static void test_edges(void)
+{
+    uint8_t hash[HASH_BYTES] = {0};
+    kvp_table *empty = kvp_table_open(0);
+    CHECK(empty != NULL);
+    CHECK(kvp_table_put(empty, hash, 1) == KVP_FULL);
+    CHECK(kvp_table_match(empty, hash, 1, NULL) == 0);
+    kvp_table_close(empty);
+    kvp_table_close(NULL);
+    CHECK(kvp_table_open(SIZE_MAX) == NULL);
+    CHECK(kvp_table_open(SIZE_MAX / 3) == NULL);
+}
+
+int main(void)
+{
+    test_against_array();
+    test_match();
+    test_edges();
+    return 0;
+}
