@@ -58,6 +58,19 @@ class Endpoint(ABC):
     peer: Incarnation
 
     @abstractmethod
+    def regions(self) -> tuple[RegionDescriptor, ...]:
+        """Return the peer's regions that are known here, by number. They only ever grow."""
+
+    @abstractmethod
+    def wait_region(self, region: int, timeout_s: float) -> RegionDescriptor:
+        """Wait until the peer has told of region number ``region``, and return it.
+
+        Raises:
+            TransferTimeoutError: Not within ``timeout_s``.
+            PeerUnreachableError, ClosedError: The endpoint was lost or closed first.
+        """
+
+    @abstractmethod
     def read_spans(
         self, pairs: Sequence[tuple[Span, RemoteSlots, int]], deadline_s: float
     ) -> Completion[int]:
@@ -149,7 +162,15 @@ class Transport(ABC):
 
     @abstractmethod
     def register(self, arena: Arena) -> RegionDescriptor:
-        """Let peers read the READY slots of an arena. Register before connecting or listening."""
+        """Let peers read the READY slots of an arena, from now until the transport is closed.
+
+        At any time: peers that are connected already are told of the new region. The memory stays
+        until both the arena and the transport are closed.
+
+        Raises:
+            UsageError: Too many regions, or an arena of another incarnation than the transport's.
+            ClosedError: The transport is closed.
+        """
 
     @abstractmethod
     def listen(self, address: str, on_connect: Callable[[Endpoint], None]) -> str:
