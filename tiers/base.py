@@ -93,7 +93,7 @@ class Tier(ABC):
 
     @abstractmethod
     def unpin(self, slots: list[Slot]) -> None:
-        """Give pins back. Never raises for a closed tier."""
+        """Give pins back."""
 
     @abstractmethod
     def crcs(self, slots: list[Slot]) -> Crcs:
@@ -124,7 +124,10 @@ class Tier(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Release the memory. Idempotent. Later calls raise ClosedError (``unpin`` does not)."""
+        """Release the memory, which stays mapped until the last view of it is gone. Idempotent.
+
+        Later calls raise ClosedError; giving back (``abort``, ``unpin``, ``settle``) does nothing.
+        """
 
     def __enter__(self) -> Self:
         return self

@@ -1,0 +1,155 @@
+"""Eviction policies: which block leaves a tier next. Pure: no clock, thread, file or lock.
+
+Owns the order of blocks and the rule that a block leaves before its ancestors in this tier. Never
+touches a slot. Who calls it: a tier, under its own lock, which tells it of every block and pin.
+"""
+
+import heapq
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvpool.block import BlockHash
+from kvpool.errors import UsageError
+
+
+class EvictionPolicy(Protocol):
+    """Orders the blocks of one tier. Times are seconds of one monotonic clock.
+
+    A block with a child in this tier, or with a pin, is never a victim; so a pin covers the local
+    ancestors. A block whose parent is not here (a fragment) is legal.
+    """
+
+    def admit(self, key: BlockHash, parent: BlockHash | None, now: float) -> None:
+        """Take note of a new block. Raises UsageError if it is known already."""
+        ...
+
+    def use(self, key: BlockHash, now: float) -> None:
+        """Take note of a use. Unknown keys are ignored."""
+        ...
+
+    def pin(self, key: BlockHash) -> None:
+        """Keep a known block from being a victim until as many calls of ``unpin``."""
+        ...
+
+    def unpin(self, key: BlockHash) -> None:
+        """Take one pin back. Unknown keys are ignored: a block may be removed while pinned."""
+        ...
+
+    def remove(self, key: BlockHash) -> None:
+        """Forget a block that left for another reason. Unknown keys are ignored."""
+        ...
+
+    def victim(self) -> BlockHash | None:
+        """Forget and return the block that goes next; None if none may go."""
+        ...
+
+    def __len__(self) -> int:
+        """Return how many blocks are known."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Node:
+    key: BlockHash
+    parent: BlockHash | None
+    used: tuple[float, int]
+    pins: int = 0
+    queued: bool = False  # there is an entry of this node in the heap
+
+
+@dataclass(slots=True, order=True)
+class _Entry:
+    used: tuple[float, int]
+    node: _Node = field(compare=False)
+
+
+class LRUPolicy:
+    """Least recently used first, among the blocks without a child or pin here.
+
+    A heap of candidates with at most one entry a block. An entry may be older than its block's last
+    use: it is put back when it comes up. So a use costs O(1), and a victim O(log n) amortised over
+    the uses since; pinned blocks are not looked through.
+    """
+
+    def __init__(self) -> None:
+        self._nodes: dict[BlockHash, _Node] = {}
+        self._children: dict[BlockHash, int] = {}  # of parents here or elsewhere
+        self._heap: list[_Entry] = []
+        self._sequence = 0  # orders uses at the same time
+
+    def __len__(self) -> int:
+        return len(self._nodes)
+
+    def admit(self, key: BlockHash, parent: BlockHash | None, now: float) -> None:
+        """Take note of a new block, used now."""
+        if key in self._nodes:
+            raise UsageError(f"block {key.hex()} is here already")
+        if parent == key:
+            raise UsageError(f"block {key.hex()} is its own parent")
+        node = self._nodes[key] = _Node(key, parent, self._stamp(now))
+        if parent is not None:
+            self._children[parent] = self._children.get(parent, 0) + 1
+        self._queue(node)
+
+    def use(self, key: BlockHash, now: float) -> None:
+        """Move a block to the young end."""
+        if (node := self._nodes.get(key)) is not None:
+            node.used = self._stamp(now)
+
+    def pin(self, key: BlockHash) -> None:
+        """Keep a block from being a victim."""
+        self._nodes[key].pins += 1
+
+    def unpin(self, key: BlockHash) -> None:
+        """Take one pin back."""
+        if (node := self._nodes.get(key)) is not None and node.pins > 0:
+            node.pins -= 1
+            self._queue(node)
+
+    def remove(self, key: BlockHash) -> None:
+        """Forget a block."""
+        node = self._nodes.pop(key, None)
+        if node is None or node.parent is None:
+            return
+        left = self._children[node.parent] - 1
+        if left:
+            self._children[node.parent] = left
+            return
+        del self._children[node.parent]
+        if (parent := self._nodes.get(node.parent)) is not None:
+            self._queue(parent)
+
+    def victim(self) -> BlockHash | None:
+        """Forget and return the least recently used candidate."""
+        while self._heap:
+            node = self._heap[0].node
+            if not self._may_go(node):
+                heapq.heappop(self._heap)
+                node.queued = False
+            elif node.used != self._heap[0].used:
+                heapq.heapreplace(self._heap, _Entry(node.used, node))
+            else:
+                heapq.heappop(self._heap)
+                self.remove(node.key)
+                return node.key
+        return None
+
+    def _stamp(self, now: float) -> tuple[float, int]:
+        self._sequence += 1
+        return now, self._sequence
+
+    def _may_go(self, node: _Node) -> bool:
+        here = self._nodes.get(node.key) is node
+        return here and node.pins == 0 and node.key not in self._children
+
+    def _queue(self, node: _Node) -> None:
+        """Enter a candidate into the heap; anything else enters when it becomes one."""
+        if node.queued or not self._may_go(node):
+            return
+        if len(self._heap) > 2 * len(self._nodes) + 64:  # mostly entries of removed blocks
+            for entry in self._heap:
+                entry.node.queued = self._may_go(entry.node)
+            self._heap = [entry for entry in self._heap if entry.node.queued]
+            heapq.heapify(self._heap)
+        node.queued = True
+        heapq.heappush(self._heap, _Entry(node.used, node))
