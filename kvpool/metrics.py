@@ -2,8 +2,7 @@
 
 Owns a registry of its own (never Prometheus's process-wide one). Names are
 ``kvpool_<wing>_<noun>_<unit>[_total]``; labels come from closed sets, never a hash or a request.
-Does not open ports. Who calls it: the server and the serve command, which hand the registry to an
-exporter; ``docs/metrics.md`` must equal ``render_table()``.
+Does not open ports. Who calls it: the server, which hands the registry to an exporter; ``docs/metrics.md`` must equal ``render_table()``.
 """
 
 from collections.abc import Mapping
@@ -109,20 +108,6 @@ METRICS: Final = (
         role=ROLES,
     ),
     _metric("histogram", "kvpool_runtime_layer_seconds", "Time to compute one layer of a chunk."),
-    _metric(
-        "counter",
-        "kvpool_conductor_requests_total",
-        "Requests to the HTTP API that ended.",
-        outcome=OUTCOMES,
-    ),
-    _metric("histogram", "kvpool_conductor_ttft_seconds", "Time to first token."),
-    _metric("histogram", "kvpool_conductor_tbt_seconds", "Time between tokens."),
-    _metric(
-        "counter",
-        "kvpool_conductor_tokens_total",
-        "Tokens of prompts, those of them whose KV came from the pool, and tokens of output.",
-        tokens=("prompt", "cached", "output"),
-    ),
 )
 
 

@@ -6,7 +6,8 @@ Who calls it: the client and the server of a pool, the Conductor and the workers
 """
 
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
 
@@ -31,6 +32,10 @@ _OPTIONS: Final = [
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     # A proxy of the environment must never see a call between local processes.
     ("grpc.enable_http_proxy", 0),
+    # A process that was restarted at the same address is found again within a second.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
 ]
 
 
@@ -60,6 +65,21 @@ def _encode(message: msgspec.Struct) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
+def _decoder(kind: type[Reply]) -> Callable[[bytes], Reply]:
+    decode = msgspec.msgpack.Decoder(kind).decode
+
+    def checked(payload: bytes) -> Reply:
+        try:
+            return decode(payload)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise errors.UsageError(
+                f"this is no {kind.__name__} of this version of kvpool ({error}): "
+                "use one version on both sides"
+            ) from error
+
+    return checked
+
+
 def typed_error(error: grpc.RpcError) -> KVPoolError:
     """Turn a failed call back into the error that the other side raised, or into what it means."""
     trailing: Any = error.trailing_metadata()  # pairs; gRPC's own stub says something else
@@ -73,6 +93,8 @@ def typed_error(error: grpc.RpcError) -> KVPoolError:
         return TransferTimeoutError(f"no answer within the deadline: {details}")
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         return PeerUnreachableError(f"the other process is gone or shutting down: {details}")
+    if code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNIMPLEMENTED):
+        return errors.UsageError(f"the other process refused the message ({code}): {details}")
     return InternalError(f"call failed with {code}: {details}")
 
 
@@ -84,19 +106,17 @@ class Caller:
 
     def call(self, method: Method[Request, Reply], request: Request, timeout_s: float) -> Reply:
         """Call a unary method. Raises the typed error of the other side, or UnavailableError."""
-        bound = self._channel.unary_unary(
-            method.path,
-            request_serializer=_encode,
-            response_deserializer=msgspec.msgpack.Decoder(method.reply).decode,
-        )
         try:
-            reply: Reply = bound(request, timeout=timeout_s)
+            bound = self._channel.unary_unary(method.path, request_serializer=_encode)
+            payload: bytes = bound(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise typed_error(error) from error
-        return reply
+        except ValueError as error:  # what gRPC raises for a closed channel
+            raise errors.ClosedError("the channel is closed: connect again") from error
+        return _decoder(method.reply)(payload)
 
     def close(self) -> None:
-        """Close the channel. Idempotent."""
+        """Close the channel: calls under way end with PeerUnreachableError. Idempotent."""
         self._channel.close()
 
 
@@ -110,30 +130,23 @@ class AsyncCaller:
         self, method: Method[Request, Reply], request: Request, timeout_s: float
     ) -> Reply:
         """Call a unary method. Cancelling the task cancels the call at the other side."""
-        bound = self._channel.unary_unary(
-            method.path,
-            request_serializer=_encode,
-            response_deserializer=msgspec.msgpack.Decoder(method.reply).decode,
-        )
+        bound = self._channel.unary_unary(method.path, request_serializer=_encode)
         try:
-            reply: Reply = await bound(request, timeout=timeout_s)
+            payload: bytes = await bound(request, timeout=timeout_s)
         except grpc.RpcError as error:
             raise typed_error(error) from error
-        return reply
+        return _decoder(method.reply)(payload)
 
     async def stream(
         self, method: Method[Request, Reply], request: Request, timeout_s: float
-    ) -> AsyncIterator[Reply]:
+    ) -> AsyncGenerator[Reply]:
         """Call a streaming method. Closing the iterator cancels the call at the other side."""
-        bound = self._channel.unary_stream(
-            method.path,
-            request_serializer=_encode,
-            response_deserializer=msgspec.msgpack.Decoder(method.reply).decode,
-        )
+        bound = self._channel.unary_stream(method.path, request_serializer=_encode)
+        decode = _decoder(method.reply)
         call = bound(request, timeout=timeout_s)
         try:
-            async for reply in call:
-                yield reply
+            async for payload in call:
+                yield decode(payload)
         except grpc.RpcError as error:
             raise typed_error(error) from error
         finally:
@@ -162,14 +175,14 @@ class Service:
 
     def add(self, method: Method[Request, Reply], handler: Unary | Streaming) -> None:
         """Serve a method. Call before ``start``."""
-        decode = msgspec.msgpack.Decoder(method.request).decode
+        decode = _decoder(method.request)
         if method.streams:
             made = grpc.unary_stream_rpc_method_handler(
-                _guard_stream(handler), request_deserializer=decode, response_serializer=_encode
+                _guard_stream(decode, handler), response_serializer=_encode
             )
         else:
             made = grpc.unary_unary_rpc_method_handler(
-                _guard_unary(handler), request_deserializer=decode, response_serializer=_encode
+                _guard_unary(decode, handler), response_serializer=_encode
             )
         self._handlers.setdefault(f"kvpool.{method.service}", {})[method.name] = made
 
@@ -194,10 +207,10 @@ async def _abort(context: Any, error: KVPoolError) -> None:
     await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
 
-def _guard_unary(handler: Any) -> Any:
-    async def guarded(request: Any, context: Any) -> Any:
+def _guard_unary(decode: Callable[[bytes], Any], handler: Any) -> Any:
+    async def guarded(payload: bytes, context: Any) -> Any:
         try:
-            return await handler(request)
+            return await handler(decode(payload))
         except KVPoolError as error:
             await _abort(context, error)
         except Exception as error:
@@ -208,18 +221,16 @@ def _guard_unary(handler: Any) -> Any:
     return guarded
 
 
-def _guard_stream(handler: Any) -> Any:
-    async def guarded(request: Any, context: Any) -> Any:
-        replies = handler(request)
+def _guard_stream(decode: Callable[[bytes], Any], handler: Any) -> Any:
+    async def guarded(payload: bytes, context: Any) -> Any:
         try:
-            async for reply in replies:
-                yield reply
+            async with aclosing(handler(decode(payload))) as replies:
+                async for reply in replies:
+                    yield reply
         except KVPoolError as error:
             await _abort(context, error)
         except Exception as error:
             logger.exception("handler failed")
             await _abort(context, InternalError(f"{type(error).__name__}: {error}"))
-        finally:
-            await replies.aclose()
 
     return guarded

@@ -9,7 +9,7 @@ from kvpool.metrics import METRICS, Metrics, render_table
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
 UNITS = {
-    "counter": ("blocks", "bytes", "peers", "leases", "stores", "passes", "tokens", "requests"),
+    "counter": ("blocks", "bytes", "peers", "leases", "stores", "passes", "tokens"),
     "gauge": ("count", "bytes"),
     "histogram": ("seconds", "bytes"),
 }
@@ -23,7 +23,7 @@ def test_names_carry_wing_noun_unit_and_total() -> None:
     for metric in METRICS:
         units = "|".join(UNITS[metric.kind])
         tail = "_total" if metric.kind == "counter" else ""
-        wings = "tiers|transfer|index|server|runtime|conductor"
+        wings = "tiers|transfer|index|server|runtime"
         pattern = rf"kvpool_({wings})_([a-z]+_)*({units}){tail}"
         assert re.fullmatch(pattern, metric.name), metric.name
     assert len({metric.name for metric in METRICS}) == len(METRICS)
