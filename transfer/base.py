@@ -15,7 +15,7 @@ from typing import Final, Self
 from kvpool.arena import Arena
 from kvpool.block import BlockLayout, Incarnation
 from kvpool.completion import Completion
-from kvpool.memory import BlockView, Span
+from kvpool.memory import BlockView, Crcs, Span
 
 # Largest notification, in bytes. It fits a record of the shared ring.
 NOTIFICATION_BYTES_MAX: Final = 1024
@@ -95,6 +95,7 @@ class Endpoint(ABC):
         source_layout: BlockLayout,
         dest_layer: int | None,
         deadline_s: float,
+        crcs: Crcs | None = None,
     ) -> Completion[int]:
         """Pull blocks in canonical order from a peer's slots into a view, CRC32C checked.
 
@@ -104,6 +105,9 @@ class Endpoint(ABC):
             source_layout: What one slot holds: all layers, or one (``num_layers`` 1).
             dest_layer: With a one-layer source: the layer of ``dest`` to write. None: all layers.
             deadline_s: Seconds from now.
+            crcs: What each (layer, head) must sum to, uint32 [blocks, layers, kv_heads] of
+                ``source_layout``, if the caller has been told; None means what the owner's slots
+                say. An owner that keeps these with the block hands them in.
 
         Returns:
             A completion of the number of leading blocks that arrived whole and verified. Fewer than
