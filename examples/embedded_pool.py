@@ -1,0 +1,1 @@
+"""Use a pool inside one process."""
