@@ -22,6 +22,7 @@ FLOORS: Mapping[str, int] = {
     "kvpool.transfer": 1,
     "kvpool.index": 1,
     "kvpool.base": 2,
+    "kvpool.reservation": 2,
     "kvpool.pool": 2,
     "kvpool.client": 2,
     "kvpool.integration": 3,
@@ -34,7 +35,8 @@ BESIDE = "kvpool.testing"
 BESIDE_SEES = 3
 # Which other area of the same floor an area may import. Wings have none.
 SIDEWAYS: Mapping[str, frozenset[str]] = {
-    "kvpool.pool": frozenset({"kvpool.base"}),
+    "kvpool.reservation": frozenset({"kvpool.base"}),
+    "kvpool.pool": frozenset({"kvpool.base", "kvpool.reservation"}),
     "kvpool.client": frozenset({"kvpool.base", "kvpool.pool"}),
 }
 # The facade re-exports names of these floors.

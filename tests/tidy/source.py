@@ -63,7 +63,13 @@ def defined_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
             yield node.name, node.lineno
-        elif isinstance(node, ast.arg):
+    yield from value_names(tree)
+
+
+def value_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yield the names that hold values: arguments, variables, attributes."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
             yield node.arg, node.lineno
         elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
             yield node.id, node.lineno
@@ -75,7 +81,8 @@ def defined_names(tree: ast.AST) -> Iterator[tuple[str, int]]:
 
 def words(name: str) -> list[str]:
     """Split an identifier into lower-case words: ``BlockView`` and ``block_view`` are alike."""
-    return re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z0-9])([A-Z])", r"_\1", name).lower())
+    apart = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name)
+    return re.findall(r"[a-z0-9]+", apart.lower())
 
 
 def called(node: ast.AST) -> str:
