@@ -1,0 +1,190 @@
+"""The part of an endpoint that transports share: reads, regions, callbacks, and being lost.
+
+Owns the state of one connection and its lock. How notifications travel and how a loss is seen is
+its subclass's. Who calls it: the host and loopback transports.
+"""
+
+import logging
+import threading
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from kvpool.arena import Window
+from kvpool.block import BlockLayout, Incarnation
+from kvpool.completion import Completion
+from kvpool.errors import (
+    ClosedError,
+    CorruptionError,
+    KVPoolError,
+    TransferTimeoutError,
+    UsageError,
+)
+from kvpool.memory import BlockView, Crcs, Span
+from kvpool.transfer.base import (
+    NOTIFICATION_BYTES_MAX,
+    Endpoint,
+    RegionDescriptor,
+    RemoteSlots,
+)
+from kvpool.transfer.engine import CopyEngine
+from kvpool.transfer.pull import BlockPull, SpanPull
+
+logger = logging.getLogger(__name__)
+
+# Regions that one process may register with one transport.
+REGIONS_MAX: Final = 64
+# Longest that closing an endpoint waits for copies that have begun, each a fraction of a ms.
+CLOSE_TIMEOUT_S: Final = 5.0
+
+
+def require_notification(payload: bytes) -> None:
+    """Raise UsageError unless the payload fits a notification."""
+    if not 0 < len(payload) <= NOTIFICATION_BYTES_MAX:
+        raise UsageError(f"a notification of {len(payload)} bytes: 1 to {NOTIFICATION_BYTES_MAX}")
+
+
+class PullEndpoint(Endpoint):
+    """An endpoint whose reads are copies from the peer's arenas, mapped read-only.
+
+    One condition guards the state; callbacks run outside it. A window stays mapped until the
+    endpoint is lost and the last copy out of it has ended.
+    """
+
+    def __init__(self, peer: Incarnation, engine: CopyEngine) -> None:
+        self.peer = peer
+        self._engine = engine
+        self._changed = threading.Condition()
+        self._regions: list[RegionDescriptor] = []
+        self._windows: list[Window] = []
+        self._lost: KVPoolError | None = None
+        self._on_lost: list[Callable[[Endpoint], None]] = []
+        self._on_notification: Callable[[bytes], None] | None = None
+
+    def add_region(self, region: RegionDescriptor, fd: int) -> None:
+        """Map the next region of the peer. ``fd`` stays the caller's.
+
+        Raises:
+            CorruptionError, StaleIncarnationError: The peer sent something else than it said.
+        """
+        window = Window(fd, self.peer)
+        if (window.slot_count, window.slot_bytes) != (region.slot_count, region.slot_bytes):
+            raise CorruptionError(f"the peer's arena is not what its descriptor says: {region}")
+        with self._changed:
+            if region.region != len(self._regions) or region.region >= REGIONS_MAX:
+                raise CorruptionError(f"region {region.region} is not the peer's next one")
+            if self._lost is None:
+                self._regions.append(region)
+                self._windows.append(window)
+                self._changed.notify_all()
+
+    def regions(self) -> tuple[RegionDescriptor, ...]:
+        """Return the regions that the peer has told of."""
+        with self._changed:
+            return tuple(self._regions)
+
+    def wait_region(self, region: int, timeout_s: float) -> RegionDescriptor:
+        """Wait until the peer has told of ``region``."""
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: len(self._regions) > region >= 0 or self._lost is not None, timeout_s
+            ):
+                raise TransferTimeoutError(f"no word of region {region} within {timeout_s} s")
+            self._require_alive()
+            return self._regions[region]
+
+    def read_spans(
+        self, pairs: Sequence[tuple[Span, RemoteSlots, int]], deadline_s: float
+    ) -> Completion[int]:
+        """Pull flat bytes; every destination from one slot."""
+        windows = [self._window(slots.region) for _, slots, _ in pairs]
+        return self._submit(SpanPull(pairs, windows), deadline_s)
+
+    def read_blocks(
+        self,
+        dest: BlockView,
+        source: RemoteSlots,
+        *,
+        source_layout: BlockLayout,
+        dest_layer: int | None,
+        deadline_s: float,
+        crcs: Crcs | None = None,
+    ) -> Completion[int]:
+        """Pull blocks, verified."""
+        window = self._window(source.region)
+        pull = BlockPull(window, dest, source, source_layout, dest_layer, crcs)
+        return self._submit(pull, deadline_s)
+
+    def _submit(self, pull: BlockPull | SpanPull, deadline_s: float) -> Completion[int]:
+        completion = self._engine.submit(pull, self, deadline_s)
+        # Lost meanwhile, and end_reads came before submit: end it now.
+        with self._changed:
+            lost = self._lost
+        if lost is not None:
+            self._engine.end_reads(self, lost)
+        return completion
+
+    def _window(self, region: int) -> Window:
+        with self._changed:
+            self._require_alive()
+            if not 0 <= region < len(self._windows):
+                raise UsageError(f"the peer has told of no region {region}: see wait_region")
+            return self._windows[region]
+
+    def _require_alive(self) -> None:
+        """Raise what ended this endpoint. Under the condition."""
+        if self._lost is not None:
+            raise type(self._lost)(str(self._lost))
+
+    def on_notification(self, callback: Callable[[bytes], None]) -> None:
+        """Set who gets the peer's messages from now on."""
+        with self._changed:
+            self._on_notification = callback
+        self._deliver_soon()
+
+    def on_lost(self, callback: Callable[[Endpoint], None]) -> None:
+        """Call back once at the end of this endpoint."""
+        with self._changed:
+            if self._lost is None:
+                self._on_lost.append(callback)
+                return
+        callback(self)
+
+    def alive(self) -> bool:
+        """Say whether nothing has ended this endpoint."""
+        return self._lost is None
+
+    def lose(self, error: KVPoolError) -> bool:
+        """End this endpoint for a reason: its reads end with it, then ``on_lost`` is called.
+
+        Returns False if it had ended already. Safe from any thread, does not wait.
+        """
+        with self._changed:
+            if self._lost is not None:
+                return False
+            self._lost = error
+            callbacks, self._on_lost = self._on_lost, []
+            self._windows.clear()
+            self._changed.notify_all()
+        self._engine.end_reads(self, error)
+        for callback in callbacks:
+            try:
+                callback(self)
+            except Exception:
+                logger.exception("an on_lost callback failed")
+        self._release()
+        return True
+
+    def close(self) -> None:
+        """End the connection."""
+        self.lose(ClosedError("the endpoint was closed"))
+        if not self._engine.drain(self, CLOSE_TIMEOUT_S):
+            logger.error("copies of a closed endpoint have not ended in %s s", CLOSE_TIMEOUT_S)
+
+    @abstractmethod
+    def _deliver_soon(self) -> None:
+        """Hand waiting messages to the callback, on the progress thread."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Give back what the transport holds for this endpoint. Called once, from any thread."""
