@@ -98,15 +98,15 @@ class DramTier(Tier):
         try:
             with self._lock:
                 self._require_open()
-                while True:
-                    try:
-                        slot = self.arena.reserve()
-                        break
-                    except CapacityError:
-                        # A victim with grants out is quarantined and frees nothing: go on.
-                        if not self._evict_one():
-                            raise
-                        evicted += 1
+                while (slot := self._take_free()) is None:
+                    # A victim with grants out is quarantined and frees nothing: go on.
+                    if not self._evict_one():
+                        raise CapacityError(
+                            "every slot is reserved, pinned or quarantined: close leases first",
+                            tier=self.name,
+                            size_bytes=self.layout.block_bytes,
+                        )
+                    evicted += 1
                 self._reserved[slot.index] = slot
                 return slot
         finally:
@@ -272,6 +272,12 @@ class DramTier(Tier):
         if block is None or block.slot != slot or block.pins == 0:
             raise UsageError(f"{slot} is not pinned in this life", tier=self.name)
         return block
+
+    def _take_free(self) -> Slot | None:
+        try:
+            return self.arena.reserve()
+        except CapacityError:
+            return None
 
     def _evict_one(self) -> bool:
         """Evict the policy's next victim. Under the lock. False if there is none."""

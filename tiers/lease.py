@@ -109,6 +109,10 @@ class LeaseTable(Generic[Held]):
         entry.users -= 1
         return self._free(lease) if entry.over and entry.users == 0 else []
 
+    def client(self, lease: LeaseId) -> ClientId:
+        """Return whose lease it is. For a lease that a read has begun on."""
+        return self._leases[lease].client
+
     def release(self, lease: LeaseId, client: ClientId) -> list[Held]:
         """End a lease early. Returns what that frees. Idempotent; another client's is left alone."""
         entry = self._leases.get(lease)

@@ -1,0 +1,132 @@
+"""Reservations: slots that were taken for a run of blocks and are being written.
+
+Owns the steps between a store's begin and its end: what is there already is held, room is taken for
+the rest, and a writer that is late keeps its slots in quarantine, not in use. Never copies. Who calls
+it: the pool, for its own copies and for a server's writers.
+"""
+
+import threading
+
+import numpy as np
+
+from kvpool.arena import Slot
+from kvpool.base import StoreResult
+from kvpool.block import HASH_BYTES, BlockHash
+from kvpool.errors import CapacityError, TransferTimeoutError, UsageError
+from kvpool.memory import Crcs
+from kvpool.tiers.base import Tier
+
+
+class Reservation:
+    """Room for the blocks of one run that a tier does not hold. Safe from any thread.
+
+    Ends once: with ``finish`` when the writer has ended, or with ``abandon`` while the writer may
+    still write. After ``abandon`` the slots are in quarantine until ``settle`` says that the writer
+    has ended or is known to be dead. One lock, ``_lock``, guards the end; the tier is called under
+    it, and it is locked under nothing.
+
+    Args:
+        tier: Where the blocks go.
+        hashes: Of the blocks, in chain order, 32 bytes each.
+        parent: Hash of the block before the first one, or None.
+
+    Attributes:
+        begin: Leading blocks of the run that the tier holds already; held until the end.
+        view: Where to write blocks ``begin`` to ``begin + len(view)``; fewer than the run has if
+            there is no room for more.
+
+    Raises:
+        ClosedError: The tier is closed. Nothing is held.
+    """
+
+    def __init__(self, tier: Tier, hashes: bytes, parent: BlockHash | None) -> None:
+        count, rest = divmod(len(hashes), HASH_BYTES)
+        if rest:
+            raise UsageError(f"{len(hashes)} bytes are not whole hashes of {HASH_BYTES}")
+        self._tier = tier
+        self._keys = [
+            BlockHash(hashes[at : at + HASH_BYTES]) for at in range(0, len(hashes), HASH_BYTES)
+        ]
+        self._parents = [parent, *self._keys[:-1]]
+        self._lock = threading.Lock()
+        self._ended = self._settled = False
+        self._refused = ""
+        self._slots: list[Slot] = []
+        # Only what is there is pinned, so that a store of new blocks is no miss.
+        self._held = tier.pin(hashes[: tier.match(hashes) * HASH_BYTES])
+        self.begin = len(self._held)
+        try:
+            self._reserve(count - self.begin)
+            self.view = tier.view(self._slots, writable=True)
+        except BaseException:
+            self.settle()
+            raise
+
+    def finish(self, crcs: Crcs) -> StoreResult:
+        """Publish the leading blocks that were written; the writer has ended.
+
+        Args:
+            crcs: uint32 [written, layers, kv_heads]: the CRC32C of the leading blocks of ``view``
+                that were written whole, ``written <= len(view)``.
+
+        Raises:
+            TransferTimeoutError: It was abandoned before. Nothing is published.
+            UsageError: ``crcs`` does not fit ``view``. Nothing is published.
+        """
+        layout = self._tier.layout
+        shape = (len(crcs), layout.num_layers, layout.kv_heads)
+        if crcs.dtype != np.uint32 or crcs.shape != shape or len(crcs) > len(self._slots):
+            raise UsageError(f"checksums {crcs.dtype} {crcs.shape} for {len(self._slots)} blocks")
+        with self._lock:
+            if self._ended:
+                raise TransferTimeoutError("the store was given up before its blocks were written")
+            self._settle()
+            written, self._slots = self._slots[: len(crcs)], self._slots[len(crcs) :]
+            new = 0
+            try:
+                for at, (slot, block_crcs) in enumerate(
+                    zip(written, crcs, strict=True), self.begin
+                ):
+                    new += self._tier.commit(slot, self._keys[at], self._parents[at], block_crcs)
+            finally:
+                self._give_up()
+        if self._slots:
+            self._refused = f"{len(crcs)} of {len(self.view)} blocks were written"
+        return StoreResult(self.begin + len(crcs), new, self._refused)
+
+    def abandon(self) -> bool:
+        """Give up while the writer may still write. False if it had ended already. Never raises."""
+        with self._lock:
+            if self._ended:
+                return False
+            self._give_up()
+            return True
+
+    def settle(self) -> None:
+        """Say that the writer has ended. What was not finished is given up. Idempotent."""
+        with self._lock:
+            self._settle()
+            if not self._ended:
+                self._give_up()
+
+    def _reserve(self, count: int) -> None:
+        try:
+            for _ in range(count):
+                slot = self._tier.reserve()
+                self._slots.append(slot)
+                self._tier.grant(slot)
+        except CapacityError as error:
+            self._refused = str(error)
+
+    def _settle(self) -> None:
+        if not self._settled:
+            self._settled = True
+            for slot in self._slots:
+                self._tier.settle(slot)
+
+    def _give_up(self) -> None:
+        """Abort what is not committed and let go of what was there. Under the lock, once."""
+        self._ended = True
+        for slot in self._slots:
+            self._tier.abort(slot)
+        self._tier.unpin(self._held)
