@@ -1,1 +1,44 @@
-"""kvpool: a tiered pool of KV cache blocks, found by prefix and moved layer by layer."""
+"""kvpool: a tiered pool of KV cache blocks, found by prefix and moved layer by layer.
+
+The names that an engine needs, in one place. ``connect`` loads gRPC when it is first used; nothing
+here loads torch.
+"""
+
+from typing import TYPE_CHECKING
+
+from kvpool.base import BlockPool, Chain, Lease, Match, PoolStats, StoreResult
+from kvpool.block import BlockLayout, Namespace
+from kvpool.completion import Completion
+from kvpool.config import PoolConfig
+from kvpool.errors import KVPoolError
+from kvpool.memory import BlockView, Span
+from kvpool.pool import Pool
+
+if TYPE_CHECKING:
+    from kvpool.client.remote import connect
+
+__all__ = [
+    "BlockLayout",
+    "BlockPool",
+    "BlockView",
+    "Chain",
+    "Completion",
+    "KVPoolError",
+    "Lease",
+    "Match",
+    "Namespace",
+    "Pool",
+    "PoolConfig",
+    "PoolStats",
+    "Span",
+    "StoreResult",
+    "connect",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name == "connect":
+        from kvpool.client.remote import connect
+
+        return connect
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
