@@ -119,7 +119,7 @@ class ServerConfig:
         pool: What it keeps.
         metrics_port: Loopback port of Prometheus metrics; 0 means none.
         stop_timeout_s: Longest time from SIGTERM to the end of the process.
-        lease_check_s: How often leases that ran out are looked for.
+        lease_check_s: How often leases that ran out are looked for, and gauges are set.
         clients_max: Connected clients; one more is refused.
         stores_max: Stores running at once over all clients; one more is refused.
     """
@@ -128,7 +128,7 @@ class ServerConfig:
     pool: PoolConfig = field(default_factory=PoolConfig)
     metrics_port: int = 0
     stop_timeout_s: float = 3.0
-    lease_check_s: float = 0.1
+    lease_check_s: float = 1.0
     clients_max: int = 256
     stores_max: int = 256
 

@@ -82,7 +82,6 @@ METRICS: Final = (
     ),
     _metric("gauge", "kvpool_server_client_count", "Connected clients."),
     _metric("gauge", "kvpool_server_lease_count", "Leases that are out."),
-    _metric("counter", "kvpool_server_expired_leases_total", "Leases that ran out unreleased."),
     _metric(
         "counter",
         "kvpool_server_aborted_stores_total",

@@ -9,7 +9,7 @@ from kvpool.metrics import METRICS, Metrics, render_table
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
 UNITS = {
-    "counter": ("blocks", "bytes", "peers", "leases", "stores", "passes", "tokens"),
+    "counter": ("blocks", "bytes", "peers", "stores", "passes", "tokens"),
     "gauge": ("count", "bytes"),
     "histogram": ("seconds", "bytes"),
 }

@@ -1,0 +1,121 @@
+"""Staging: slots of this process from which a server pulls the blocks of a store.
+
+Owns one arena, registered with this process's transport, and the life of its slots: written,
+published, granted to the server, and free again when the server has ended or its path is closed.
+Who calls it: the remote pool.
+"""
+
+import threading
+from dataclasses import dataclass
+from typing import Final
+
+from kvpool.arena import Arena, Slot
+from kvpool.block import HASH_BYTES, BlockHash, BlockLayout
+from kvpool.client import protocol
+from kvpool.client.link import Link
+from kvpool.completion import Deadline
+from kvpool.errors import TransferTimeoutError
+from kvpool.memory import BlockView, copy_blocks
+from kvpool.transfer.base import Transport
+
+# Most blocks of a chunk: the server enters them one by one, some 10 us each.
+_SLOTS_MAX: Final = 1024
+# How much longer than the server's own deadline a client waits for its answer. A server that is
+# silent for longer is treated as lost.
+_GRACE_S: Final = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Blocks that fit the staging at once, in chain order.
+
+    Attributes:
+        hashes: Their hashes, 32 bytes each.
+        parent: Hash of the block before the first one, or None.
+        source: Where they lie.
+        hold_s: Seconds that the server shall lease them to the client; 0 for none.
+    """
+
+    hashes: bytes
+    parent: BlockHash | None
+    source: BlockView
+    hold_s: float
+
+
+class Staging:
+    """A bounded number of slots. Safe from any thread: one chunk is under way at a time.
+
+    Args:
+        layout: Of the blocks.
+        size_bytes: Most bytes of a chunk, at least one block.
+        transport: The arena is registered with it and has its incarnation.
+    """
+
+    def __init__(self, layout: BlockLayout, size_bytes: int, transport: Transport) -> None:
+        self.slot_count = min(size_bytes // layout.block_bytes, _SLOTS_MAX)
+        self.arena = Arena(layout, self.slot_count, transport.incarnation)
+        try:
+            self._region = transport.register(self.arena).region
+        except BaseException:
+            self.arena.close()
+            raise
+        self._turn = threading.Lock()
+
+    def send(self, link: Link, chunk: Chunk, deadline: Deadline) -> protocol.StoreReply:
+        """Stage one chunk and have the server pull it.
+
+        Raises:
+            TransferTimeoutError: The deadline passed, or the server fell silent: then the link was
+                closed before the slots were freed.
+            PeerUnreachableError, CapacityError, UsageError: As the server says.
+
+        Blocks until the server has ended, at most ``_GRACE_S`` longer than the deadline.
+        """
+        if not self._turn.acquire(timeout=deadline.remaining_s()):
+            raise TransferTimeoutError("other stores of this process took all the time there was")
+        try:
+            slots = [self.arena.reserve() for _ in range(len(chunk.source))]
+            try:
+                return self._send(link, chunk, slots, deadline)
+            finally:
+                for slot in slots:
+                    self.arena.release(slot)
+        finally:
+            self._turn.release()
+
+    def _send(
+        self, link: Link, chunk: Chunk, slots: list[Slot], deadline: Deadline
+    ) -> protocol.StoreReply:
+        crcs = copy_blocks(self.arena.view(slots), chunk.source)
+        for index, slot in enumerate(slots):
+            begin = index * HASH_BYTES
+            name = BlockHash(chunk.hashes[begin : begin + HASH_BYTES])
+            self.arena.commit(slot, crcs[index], name)
+        timeout_s = deadline.remaining_s()
+        if not timeout_s:
+            raise TransferTimeoutError("the deadline of the store passed while it was staged")
+        request = protocol.StoreRequest(
+            client=link.client,
+            hashes=chunk.hashes,
+            parent=chunk.parent,
+            region=self._region,
+            slots=[slot.index for slot in slots],
+            generations=[slot.generation for slot in slots],
+            crcs=crcs.astype("<u4").tobytes(),
+            timeout_s=timeout_s,
+            hold_s=chunk.hold_s,
+        )
+        for slot in slots:
+            self.arena.grant(slot)
+        try:
+            return link.caller.call(protocol.STORE, request, timeout_s + _GRACE_S)
+        except TransferTimeoutError:
+            link.close()  # close the path first, free the slots second
+            raise
+        finally:
+            for slot in slots:
+                self.arena.settle(slot)
+
+    def close(self) -> None:
+        """Close the arena. Idempotent."""
+        self.arena.close()

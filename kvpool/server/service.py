@@ -1,0 +1,346 @@
+"""The pool's methods as a server offers them: one embedded pool, many clients of this host.
+
+Owns the embedded pool (opened with the first client's layout), its registration with the transport,
+and what each client holds. Bytes of a store are pulled from the client; bytes of a load are pulled by
+the client out of the arena, which it maps read-only. Everything here runs in the server's event loop
+unless it says otherwise. Who calls it: clients, through ``kvpool.client.protocol``.
+"""
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from kvpool.block import HASH_BYTES, BlockHash, BlockLayout
+from kvpool.client import protocol
+from kvpool.client.rpc import Method, Service
+from kvpool.clock import Clock
+from kvpool.completion import Completion
+from kvpool.config import ServerConfig
+from kvpool.errors import (
+    CapacityError,
+    LayoutMismatchError,
+    UnavailableError,
+    UsageError,
+)
+from kvpool.events import EventSink, PeerLost
+from kvpool.memory import Crcs
+from kvpool.metrics import SLOT_STATES, Metrics
+from kvpool.pool import Pool
+from kvpool.reservation import Reservation
+from kvpool.server.sessions import Session, Sessions
+from kvpool.tiers.dram import DramTier
+from kvpool.tiers.lease import LeaseId
+from kvpool.transfer.base import RemoteSlots, Transport
+
+logger = logging.getLogger(__name__)
+
+# Longest that a client may ask the server to work on one chunk of a store.
+_STORE_TIMEOUT_MAX_S: Final = 600.0
+
+
+class PoolService:
+    """One pool and its clients.
+
+    Args:
+        config: Limits.
+        transport: Listens for clients; the pool's arena is registered with it.
+        executor: For what blocks: opening the arena, and checking a block that was reported.
+        metrics, events, clock: Components.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        transport: Transport,
+        executor: Executor,
+        *,
+        metrics: Metrics,
+        events: EventSink,
+        clock: Clock,
+    ) -> None:
+        self._config = config
+        self._transport = transport
+        self._executor = executor
+        self._metrics = metrics
+        self._events = events
+        self._clock = clock
+        self.sessions = Sessions(config.clients_max, self._on_lost)
+        self._layout: BlockLayout | None = None
+        self._opening: asyncio.Task[Pool] | None = None
+        self._region = -1
+        self._stores = 0
+        self._counts = {"clients_lost": 0, "stores_aborted": 0}
+        self._looked_up = {"hit": 0, "miss": 0}  # as told to the metrics
+
+    def serve(self, service: Service) -> None:
+        """Add every method to a gRPC service."""
+        self._add(service, protocol.CONFIGURE, self._configure)
+        self._add(service, protocol.HELLO, self._hello)
+        self._add(service, protocol.MATCH, self._match)
+        self._add(service, protocol.LEASE, self._lease)
+        self._add(service, protocol.REPORT, self._report)
+        self._add(service, protocol.RELEASE, self._release)
+        self._add(service, protocol.STORE, self._store)
+        self._add(service, protocol.STATS, self._stats)
+
+    def tick(self) -> None:
+        """End leases that have run out, and set the gauges. To be called now and then."""
+        self._metrics.set("kvpool_server_client_count", len(self.sessions))
+        pool = self._opened()
+        if pool is None:
+            return
+        pool.leases.expire()
+        stats = pool.stats()
+        self._metrics.set("kvpool_server_lease_count", stats.leases)
+        for state in SLOT_STATES:
+            value = getattr(stats, state)
+            self._metrics.set("kvpool_tiers_slot_count", value, tier="dram", state=state)
+        for outcome, value in (("hit", stats.hits), ("miss", stats.misses)):
+            grown = value - self._looked_up[outcome]
+            self._looked_up[outcome] = value
+            self._metrics.count(
+                "kvpool_tiers_lookup_blocks_total", grown, tier="dram", outcome=outcome
+            )
+
+    def close(self) -> None:
+        """Close the pool. After the transport was closed: nobody reads or writes it any more."""
+        pool = self._opened()
+        if pool is not None:
+            pool.close()
+
+    def _add(
+        self,
+        service: Service,
+        method: Method[Any, Any],
+        handler: Callable[[Any], Awaitable[msgspec.Struct]],
+    ) -> None:
+        name = method.name.lower()
+
+        async def timed(request: msgspec.Struct) -> msgspec.Struct:
+            began = time.perf_counter()
+            outcome = "failed"
+            try:
+                reply = await handler(request)
+                outcome = "ok"
+                return reply
+            except (UsageError, UnavailableError):
+                outcome = "refused"
+                raise
+            except asyncio.CancelledError:
+                outcome = "cancelled"
+                raise
+            finally:
+                took_s = time.perf_counter() - began
+                self._metrics.observe(
+                    "kvpool_server_request_seconds", took_s, method=name, outcome=outcome
+                )
+
+        service.add(method, timed)
+
+    def _opened(self) -> Pool | None:
+        opening = self._opening
+        if opening is None or not opening.done() or opening.cancelled() or opening.exception():
+            return None
+        return opening.result()
+
+    def _pool(self) -> Pool:
+        pool = self._opened()
+        if pool is None:
+            raise UsageError("the pool has no layout yet: configure it first")
+        return pool
+
+    # ---- methods ---------------------------------------------------------------------------------
+
+    async def _configure(self, request: protocol.ConfigureRequest) -> protocol.Welcome:
+        protocol.require_version(request.version)
+        layout = protocol.decode_layout(request.layout)
+        if self._opening is None or (self._opening.done() and self._opened() is None):
+            self._layout = layout
+            self._opening = asyncio.create_task(self._open(layout))
+        assert self._layout is not None
+        try:
+            self._layout.require_equal(layout)
+        except LayoutMismatchError as error:
+            raise LayoutMismatchError(
+                f"this server keeps another layout ({error}): start a kvpool-server of its own for "
+                "each layout, or restart this one"
+            ) from error
+        await asyncio.shield(self._opening)  # a client that gives up must not stop it
+        return protocol.Welcome(
+            version=protocol.PROTOCOL_VERSION,
+            server=self._transport.incarnation,
+            region=self._region,
+        )
+
+    async def _open(self, layout: BlockLayout) -> Pool:
+        def opened() -> Pool:
+            return Pool.open(
+                layout,
+                self._config.pool,
+                incarnation=self._transport.incarnation,
+                clock=self._clock,
+                events=self._events,
+            )
+
+        pool = await asyncio.get_running_loop().run_in_executor(self._executor, opened)
+        assert isinstance(pool.tier, DramTier)
+        self._region = self._transport.register(pool.tier.arena).region
+        logger.info("opened %d slots of %s", pool.tier.arena.slot_count, layout)
+        return pool
+
+    async def _hello(self, request: protocol.Hello) -> protocol.Done:
+        protocol.require_version(request.version)
+        await self.sessions.greet(request.client)
+        return protocol.Done()
+
+    async def _match(self, request: protocol.MatchRequest) -> protocol.MatchReply:
+        return protocol.MatchReply(blocks=self._pool().match_hashes(request.hashes))
+
+    async def _lease(self, request: protocol.LeaseRequest) -> protocol.LeaseReply:
+        session, pool = self.sessions.get(request.client), self._pool()
+        lease, slots = pool.leases.grant(session.client, request.hashes, request.seconds)
+        pool.leases.count_missing(max(0, request.missing))
+        return protocol.LeaseReply(
+            lease=lease,
+            slots=[slot.index for slot in slots],
+            generations=[slot.generation for slot in slots],
+        )
+
+    async def _report(self, request: protocol.ReportRequest) -> protocol.Done:
+        session, pool = self.sessions.get(request.client), self._pool()
+        await asyncio.get_running_loop().run_in_executor(
+            self._executor,
+            pool.leases.report_bad,
+            session.client,
+            LeaseId(request.lease),
+            [request.block],
+        )
+        return protocol.Done()
+
+    async def _release(self, request: protocol.ReleaseRequest) -> protocol.Done:
+        session = self.sessions.get(request.client)
+        self._pool().leases.release(session.client, LeaseId(request.lease))
+        return protocol.Done()
+
+    async def _store(self, request: protocol.StoreRequest) -> protocol.StoreReply:
+        session, pool = self.sessions.get(request.client), self._pool()
+        crcs = _checked(request, pool.layout)
+        if self._stores >= self._config.stores_max:
+            why = f"{self._config.stores_max} stores are under way: try later"
+            return protocol.StoreReply(stored=0, new=0, refused=why)
+        pool.leases.expire()
+        parent = None if request.parent is None else BlockHash(request.parent)
+        reservation = Reservation(pool.tier, request.hashes, parent)
+        self._stores += 1
+        try:
+            good = await self._pull(session, pool, reservation, request, crcs)
+        finally:
+            self._stores -= 1
+        begin = reservation.begin
+        result = reservation.finish(crcs[begin : begin + good])
+        held = request.hashes[: result.stored * HASH_BYTES]
+        lease = self._hold(pool, session, held, request.hold_s)
+        return protocol.StoreReply(
+            stored=result.stored, new=result.new, refused=result.refused, lease=lease
+        )
+
+    async def _stats(self, request: protocol.Done) -> protocol.StatsReply:
+        pool = self._opened()
+        extra = {**self._counts, "clients": len(self.sessions), "stores": self._stores}
+        if pool is None:
+            names = ("slots", "free", "ready", "reserved", "quarantined", "leases")
+            counts = ("hits", "misses", "evictions", "corruptions")
+            return protocol.StatsReply(stats=dict.fromkeys((*names, *counts), 0), extra=extra)
+        stats = msgspec.to_builtins(pool.stats())
+        return protocol.StatsReply(extra={**stats.pop("extra"), **extra}, stats=stats)
+
+    # ---- stores ----------------------------------------------------------------------------------
+
+    async def _pull(
+        self,
+        session: Session,
+        pool: Pool,
+        reservation: Reservation,
+        request: protocol.StoreRequest,
+        crcs: Crcs,
+    ) -> int:
+        """Copy the blocks that are not here out of the client's slots; return how many are whole.
+
+        Whatever ends it early, the slots stay in quarantine until the copy has returned.
+        """
+        begin, end = reservation.begin, reservation.begin + len(reservation.view)
+        if begin == end:
+            return 0
+        copy: Completion[int] | None = None
+        try:
+            copy = session.endpoint.read_blocks(
+                reservation.view,
+                RemoteSlots(
+                    request.region,
+                    tuple(request.slots[begin:end]),
+                    tuple(request.generations[begin:end]),
+                ),
+                source_layout=pool.layout,
+                dest_layer=None,
+                deadline_s=request.timeout_s,
+                crcs=crcs[begin:end],
+            )
+            return await copy
+        except BaseException:  # the client is gone, cancelled, or late; or a bug
+            self._counts["stores_aborted"] += 1
+            self._metrics.count("kvpool_server_aborted_stores_total")
+            reservation.abandon()
+            if copy is None:
+                reservation.settle()
+            else:
+                copy.cancel()
+                copy.add_done_callback(reservation.settle)
+            raise
+
+    def _hold(self, pool: Pool, session: Session, hashes: bytes, seconds: float) -> int:
+        """Lease blocks of an unfinished store to its client; 0 if that is not possible."""
+        if not hashes or seconds <= 0:
+            return 0
+        try:
+            limit = self._config.pool.lease_seconds_max
+            return pool.leases.grant(session.client, hashes, min(seconds, limit))[0]
+        except CapacityError as error:
+            logger.debug("blocks of a store are not held: %s", error)
+            return 0
+
+    def _on_lost(self, session: Session) -> None:
+        """Give back what a client held. Its reads ended with its connection."""
+        self._counts["clients_lost"] += 1
+        self._events.emit(PeerLost(peer="client", reason="its connection ended"))
+        pool = self._opened()
+        if pool is not None:
+            pool.leases.drop_client(session.client)
+        logger.info("a client's connection ended; what it held was given back")
+
+
+def _checked(request: protocol.StoreRequest, layout: BlockLayout) -> Crcs:
+    """Return the checksums of a store, uint32 [blocks, layers, kv_heads], all input checked."""
+    count, rest = divmod(len(request.hashes), HASH_BYTES)
+    crcs = np.frombuffer(request.crcs, dtype="<u4") if len(request.crcs) % 4 == 0 else np.empty(0)
+    if (
+        rest
+        or not count
+        or not count == len(request.slots) == len(request.generations)
+        or crcs.size != count * layout.crc_count
+        or (request.parent is not None and len(request.parent) != HASH_BYTES)
+    ):
+        raise UsageError(
+            f"a store of {len(request.hashes)} bytes of hashes with {len(request.slots)} slots, "
+            f"{len(request.generations)} generations and {crcs.size} checksums does not fit"
+        )
+    if not (math.isfinite(request.timeout_s) and 0 < request.timeout_s <= _STORE_TIMEOUT_MAX_S):
+        raise UsageError(f"a store within {request.timeout_s} s: above 0, at most 600")
+    shape = (count, layout.num_layers, layout.kv_heads)
+    return np.ascontiguousarray(crcs.astype(np.uint32).reshape(shape))

@@ -1,0 +1,114 @@
+"""The clients of a server: which connection bears which name, and when it ends.
+
+Owns the map from a client's name (16 random bytes that it chose, sent as the first notification on
+its connection) to the connection. Everything here runs in the server's event loop; the transport's
+thread only posts to it. Who calls it: the service.
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from kvpool.client.protocol import CLIENT_BYTES
+from kvpool.errors import CapacityError, StaleIncarnationError, TransferTimeoutError
+from kvpool.transfer.base import Endpoint
+
+logger = logging.getLogger(__name__)
+
+# Longest wait of a hello for the notification that was sent before it.
+_NAMING_TIMEOUT_S: Final = 2.0
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One connected client."""
+
+    client: bytes
+    endpoint: Endpoint
+    greeted: bool = False
+
+
+class Sessions:
+    """Sessions by name.
+
+    Args:
+        clients_max: Most clients; one more is refused.
+        on_lost: Told of each greeted client whose connection ended, in the event loop.
+    """
+
+    def __init__(self, clients_max: int, on_lost: Callable[[Session], None]) -> None:
+        self._clients_max = clients_max
+        self._on_lost = on_lost
+        self._loop = asyncio.get_running_loop()
+        self._named = asyncio.Condition()
+        self._sessions: dict[bytes, Session] = {}
+        self._names: dict[Endpoint, bytes] = {}
+
+    def __len__(self) -> int:
+        """Return how many clients are connected and greeted."""
+        return sum(session.greeted for session in self._sessions.values())
+
+    def on_connect(self, endpoint: Endpoint) -> None:
+        """Take a new connection. From the transport's thread."""
+        endpoint.on_notification(lambda payload: self._post(self._name, endpoint, payload))
+        endpoint.on_lost(lambda lost: self._post(self._lose, lost))
+
+    async def greet(self, client: bytes) -> Session:
+        """Wait for the connection that bears a name, and count it as a client.
+
+        Raises:
+            TransferTimeoutError: No connection took that name.
+            CapacityError: There are too many clients.
+        """
+        async with self._named:
+            try:
+                await asyncio.wait_for(
+                    self._named.wait_for(lambda: client in self._sessions), _NAMING_TIMEOUT_S
+                )
+            except TimeoutError as error:
+                raise TransferTimeoutError(
+                    "no connection of the transport bears this name: connect it first"
+                ) from error
+        session = self._sessions[client]
+        if not session.greeted and len(self) >= self._clients_max:
+            raise CapacityError(f"{self._clients_max} clients are connected: end one first")
+        session.greeted = True
+        return session
+
+    def get(self, client: bytes) -> Session:
+        """Return a greeted session. Raises StaleIncarnationError: it has ended, connect again."""
+        session = self._sessions.get(client)
+        if session is None or not session.greeted:
+            raise StaleIncarnationError("this connection is not known here: connect again")
+        return session
+
+    def _post(self, call: Callable[..., object], *arguments: object) -> None:
+        try:
+            self._loop.call_soon_threadsafe(call, *arguments)
+        except RuntimeError:
+            logger.debug("the loop is closed: the server is at its end")
+
+    def _name(self, endpoint: Endpoint, payload: bytes) -> None:
+        """Give a connection its name: only once, and no name twice."""
+        if endpoint in self._names or payload in self._sessions or len(payload) != CLIENT_BYTES:
+            logger.warning("a notification of %d bytes is no new name of a client", len(payload))
+            return
+        if not endpoint.alive():
+            return
+        self._names[endpoint] = payload
+        self._sessions[payload] = Session(payload, endpoint)
+        self._loop.create_task(self._tell())
+
+    async def _tell(self) -> None:
+        async with self._named:
+            self._named.notify_all()
+
+    def _lose(self, endpoint: Endpoint) -> None:
+        name = self._names.pop(endpoint, None)
+        if name is None:
+            return
+        session = self._sessions.pop(name)
+        if session.greeted:
+            self._on_lost(session)

@@ -1,0 +1,32 @@
+from kvpool.client.breaker import Breaker
+from kvpool.clock import ManualClock
+
+
+def test_a_silent_peer_is_asked_once_a_pause() -> None:
+    clock = ManualClock()
+    breaker = Breaker(clock, min_s=1.0, max_s=3.0)
+    assert breaker.allows()
+    assert breaker.allows()
+    assert breaker.failed() == 1.0
+    assert not breaker.allows()
+    clock.advance(1.0)
+    assert breaker.allows()
+    assert not breaker.allows(), "the one try of this pause was claimed"
+    assert breaker.failed() == 2.0
+    clock.advance(1.5)
+    assert not breaker.allows()
+    clock.advance(0.5)
+    assert breaker.allows()
+    assert breaker.failed() == 3.0
+    assert breaker.failed() == 3.0
+
+
+def test_an_answer_ends_the_pause() -> None:
+    clock = ManualClock()
+    breaker = Breaker(clock, min_s=1.0, max_s=3.0)
+    breaker.failed()
+    breaker.failed()
+    breaker.succeeded()
+    assert breaker.allows()
+    assert breaker.allows()
+    assert breaker.failed() == 1.0, "the next failure starts from the first pause"
