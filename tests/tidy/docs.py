@@ -36,10 +36,12 @@ def missing_targets(text: str, makefile: str) -> list[str]:
 
 
 def missing_commands(text: str) -> list[str]:
-    """Return the installed commands that a text names and pyproject.toml lacks."""
+    """Return the commands that a text runs and that pyproject.toml does not install."""
     table = tomllib.loads((ROOT / "pyproject.toml").read_text())
-    named = set(re.findall(r"(?:^|[`\s/])(kvpool-[a-z]+)\b", _code(text), re.MULTILINE))
-    return sorted(named - set(table["project"]["scripts"]))
+    # With a flag, or alone on a line of a fenced block; `kvpool-` also begins words on the wire.
+    run = re.findall(r"^(?:\S*/)?(kvpool-[a-z]+)(?= --|$)", _code(text), re.MULTILINE)
+    inline = set(re.findall(r"`(kvpool-[a-z]+)`", text))
+    return sorted(set(run) - inline - set(table["project"]["scripts"]))
 
 
 def flags(text: str, command: str) -> set[str]:
