@@ -1,5 +1,5 @@
 /* What every C source of kvpool includes: the declarations that Python sees, and the C library's
-   types they are made of. kvpool_api.h itself holds no preprocessor line, because cffi parses it. */
+ * types they are made of. kvpool_api.h itself holds no preprocessor line: cffi parses it. */
 #ifndef KVPOOL_H
 #define KVPOOL_H
 

@@ -51,14 +51,14 @@ kvp_status kvp_table_remove(kvp_table *table, const uint8_t *hash);
  * for `count`) takes their values. */
 size_t kvp_table_match(kvp_table *table, const uint8_t *hashes, size_t count, uint64_t *values);
 
-/* ---- crc32c.c --------------------------------------------------------------------------------- */
+/* ---- crc32c.c -------------------------------------------------------------------------------- */
 
 /* Continue `crc` (0 to start) over `size` bytes: CRC-32C (Castagnoli), as in RFC 3720. */
 uint32_t kvp_crc32c(uint32_t crc, const uint8_t *data, size_t size);
 /* The CRC of A followed by B, from crc(A), crc(B) and B's size. */
 uint32_t kvp_crc32c_combine(uint32_t crc_a, uint32_t crc_b, size_t size_b);
 
-/* ---- copy.c: block copies between layouts, with CRC32C fused ---------------------------------- */
+/* ---- copy.c: block copies between layouts, with CRC32C fused --------------------------------- */
 
 /* What one layer of one block holds: `heads` heads, each K then V, each `tokens` rows. */
 typedef struct {
@@ -70,7 +70,8 @@ typedef struct {
 
 /* Where blocks lie: row t of K (kv = 0) or V (kv = 1) of head h of layer l of block id b starts at
  * base + b * block_stride + l * layer_stride + h * head_stride + kv * kv_stride + t * token_stride,
- * where token_stride is k_token_stride or v_token_stride. Strides may be 0 (say, one layer only). */
+ * where token_stride is k_token_stride or v_token_stride. Strides may be 0 (say, one layer only).
+ */
 typedef struct {
     uintptr_t base;
     size_t block_stride;
@@ -88,7 +89,11 @@ typedef struct {
  *   [block * crc_block_stride + (layer - layer_begin) * heads + head].
  * With crc_expected a difference ends the copy: KVP_CORRUPT, *bad_block is the index of the block
  * (all blocks before it are whole and verified; it and those after are undefined). *bad_block is
- * block_count on success. The views must not overlap. The caller keeps both alive. */
+ * block_count on success. The views must not overlap. The caller keeps both alive. KVP_INVALID if a
+ * count other than v_row_bytes is 0, a base is null, an address would wrap, or crc_block_stride is
+ * too small; nothing was copied then.
+ *
+ * A call that copies 256 KiB or more stores past the cache. */
 kvp_status kvp_copy_blocks(const kvp_shape *shape, const kvp_view *dst, const uint64_t *dst_blocks,
                            const kvp_view *src, const uint64_t *src_blocks, size_t block_count,
                            size_t layer_begin, size_t layer_end, const uint32_t *crc_expected,
@@ -99,7 +104,7 @@ kvp_status kvp_copy_blocks(const kvp_shape *shape, const kvp_view *dst, const ui
 kvp_status kvp_copy_spans(const uintptr_t *dst, const uintptr_t *src, const size_t *sizes,
                           size_t count, const volatile int32_t *cancel, size_t *done);
 
-/* ---- arena.c: slots in one sealed memfd that its owner writes and peers map read-only ---------- */
+/* ---- arena.c, window.c: slots in one sealed memfd: its owner writes, peers map it read-only ------ */
 
 /* A slot's life: FREE -> reserve -> RESERVED -> commit -> READY -> release -> FREE.
  *
@@ -110,7 +115,10 @@ kvp_status kvp_copy_spans(const uintptr_t *dst, const uintptr_t *src, const size
  *
  * Every life of a slot has a generation, which travels in descriptors. In shared memory the slot's
  * header shows the generation only while the slot is READY, and 0 otherwise, so a reader that sees
- * the same non-zero generation before and after its copy has read that life's bytes. */
+ * the same non-zero generation before and after its copy has read that life's bytes.
+ *
+ * Calls that name a slot and a generation answer KVP_INVALID past the last slot, KVP_STALE if the
+ * slot is FREE or in another life, KVP_BUSY if its state is not one that the call takes. */
 typedef struct kvp_arena kvp_arena;
 
 typedef struct {
@@ -138,10 +146,12 @@ kvp_status kvp_arena_reserve(kvp_arena *arena, uint32_t *slot, uint64_t *generat
 kvp_status kvp_arena_commit(kvp_arena *arena, uint32_t slot, uint64_t generation,
                             const uint8_t *hash, const uint32_t *crcs);
 kvp_status kvp_arena_pin(kvp_arena *arena, uint32_t slot, uint64_t generation); /* READY only */
+/* KVP_INVALID if it is not pinned. */
 kvp_status kvp_arena_unpin(kvp_arena *arena, uint32_t slot, uint64_t generation);
 /* Count one more party that may touch the slot (RESERVED or READY). */
 kvp_status kvp_arena_grant(kvp_arena *arena, uint32_t slot, uint64_t generation);
-/* Give one grant back; the last one of a QUARANTINED slot makes it FREE. */
+/* Give one grant back; the last one of a QUARANTINED slot makes it FREE. KVP_INVALID if none is
+ * out. */
 kvp_status kvp_arena_settle(kvp_arena *arena, uint32_t slot, uint64_t generation);
 /* RESERVED or READY -> FREE, or QUARANTINED while grants are out. KVP_BUSY while pinned. */
 kvp_status kvp_arena_release(kvp_arena *arena, uint32_t slot, uint64_t generation);
@@ -153,8 +163,9 @@ void kvp_arena_count(kvp_arena *arena, kvp_arena_counts *out);
  * was validated at map time. */
 typedef struct kvp_window kvp_window;
 
-/* Map the arena behind `fd` (duplicated; the caller keeps its own). Checks magic, version, seals,
- * size against geometry, and the incarnation: KVP_CORRUPT, KVP_STALE, KVP_SYSTEM. */
+/* Map the arena behind `fd`, which the caller keeps and may close: the mapping outlives it. Checks
+ * magic, version, seals, size against geometry, and the incarnation: KVP_CORRUPT, KVP_STALE,
+ * KVP_SYSTEM. */
 kvp_status kvp_window_map(int fd, const uint8_t *incarnation, kvp_window **out);
 void kvp_window_close(kvp_window *window); /* null is allowed */
 uintptr_t kvp_window_base(const kvp_window *window);
@@ -170,7 +181,7 @@ kvp_status kvp_window_check(kvp_window *window, const uint32_t *slots,
 kvp_status kvp_window_crcs(kvp_window *window, const uint32_t *slots,
                            const uint64_t *generations, size_t count, uint32_t *crcs, size_t *bad);
 
-/* ---- mailbox.c: a pair of one-way rings of small records between two processes ----------------- */
+/* ---- mailbox.c: a pair of one-way rings of small records between two processes --------------- */
 
 /* Each side owns one memfd (written by itself only, sealed as above) that holds its outgoing ring
  * and how far it has read the peer's. Records carry a sequence number and a CRC32C. One thread
@@ -182,14 +193,20 @@ kvp_status kvp_mailbox_open(size_t record_count, size_t record_bytes, const uint
                             kvp_mailbox **out);
 void kvp_mailbox_close(kvp_mailbox *mailbox); /* null is allowed */
 int kvp_mailbox_fd(const kvp_mailbox *mailbox);
-/* Map the peer's memfd read-only (the fd is duplicated). Geometry must equal ours. */
+/* Map the peer's memfd read-only; the caller keeps `peer_fd`, and may close it. KVP_CORRUPT unless
+ * it is sealed and its geometry equals ours, KVP_STALE for another incarnation, KVP_BUSY the
+ * second time. */
 kvp_status kvp_mailbox_attach(kvp_mailbox *mailbox, int peer_fd, const uint8_t *peer_incarnation);
-/* KVP_FULL until the peer has read enough; KVP_INVALID if size is 0 or > record_bytes. */
+/* KVP_FULL until the peer has read enough; KVP_INVALID if size is 0 or > record_bytes; KVP_CORRUPT
+ * if the peer says that it has read what was never pushed. */
 kvp_status kvp_mailbox_push(kvp_mailbox *mailbox, const uint8_t *payload, size_t size);
-/* KVP_MISS if nothing is there; `payload` has room for record_bytes. */
+/* KVP_MISS if nothing is there or nobody is attached; KVP_CORRUPT, from then on, if the peer's ring
+ * is damaged. `payload` has room for record_bytes. */
 kvp_status kvp_mailbox_pop(kvp_mailbox *mailbox, uint8_t *payload, size_t *size);
 
-/* ---- process.c --------------------------------------------------------------------------------- */
+/* ---- process.c ------------------------------------------------------------------------------- */
 
-/* Ask the kernel to send `signal_number` to this process when its parent dies (Linux). */
+/* Ask the kernel to send `signal_number` to this process when its parent dies (Linux): to be exact,
+ * when the parent's thread that started it ends. KVP_INVALID if there is no such signal. A parent
+ * that died before the call is not noticed: compare getppid() afterwards. */
 kvp_status kvp_die_with_parent(int signal_number);

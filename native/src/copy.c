@@ -7,15 +7,23 @@
 
 #include "kvpool_crc32c.h"
 
-/* A walk with everything that does not change from head to head. */
+/* Copies of fewer bytes stay in the cache, where their reader may be about to look. This many, read
+ * and written, fill a core's L2 (512 KiB and more) anyway; streaming them measured 1.4 times as
+ * fast as memcpy, because the destination's old bytes are not fetched. */
+enum { STREAMING_BYTES_MIN = 256 << 10 };
+
+/* How to go through one block: everything that does not change from block to block. */
 typedef struct {
+    size_t layers;
+    size_t heads;
     size_t rows;
     size_t row_bytes[2]; /* K, V */
-    size_t dst_stride[2];
-    size_t src_stride[2];
-    size_t dst_kv_stride;
-    size_t src_kv_stride;
-} head_walk;
+    const kvp_view *dst;
+    const kvp_view *src;
+    size_t dst_row_stride[2];
+    size_t src_row_stride[2];
+    bool streaming;
+} block_walk;
 
 static bool add_product(size_t *sum, size_t count, size_t stride)
 {
@@ -48,48 +56,88 @@ static bool view_is_sane(const kvp_shape *shape, const kvp_view *view, const uin
     return true;
 }
 
-static uint32_t copy_head(const head_walk *walk, uint8_t *dst, const uint8_t *src)
+static uint32_t copy_run(const block_walk *walk, uint32_t crc, uint8_t *dst, const uint8_t *src,
+                         size_t size, const uint8_t *next)
+{
+    if (walk->streaming)
+        return kvp_crc32c_stream(crc, dst, src, size, next);
+    return kvp_crc32c_copy(crc, dst, src, size);
+}
+
+/* Copy K and V of one head; `next` is where the head after it begins. */
+static uint32_t copy_head(const block_walk *walk, uint8_t *dst, const uint8_t *src,
+                          const uint8_t *next)
 {
     uint32_t crc = 0;
-    for (size_t kv = 0; kv < 2; kv++) {
+    for (size_t kv = 0; kv < 2 && walk->row_bytes[kv] > 0; kv++) {
         size_t row_bytes = walk->row_bytes[kv];
-        if (row_bytes == 0)
-            continue;
-        uint8_t *to = dst + kv * walk->dst_kv_stride;
-        const uint8_t *from = src + kv * walk->src_kv_stride;
-        if (walk->dst_stride[kv] == row_bytes && walk->src_stride[kv] == row_bytes) {
-            crc = kvp_crc32c_copy(crc, to, from, walk->rows * row_bytes);
+        size_t dst_stride = walk->dst_row_stride[kv], src_stride = walk->src_row_stride[kv];
+        uint8_t *to = dst + kv * walk->dst->kv_stride;
+        const uint8_t *from = src + kv * walk->src->kv_stride;
+        bool v_follows = kv == 0 && walk->row_bytes[1] > 0;
+        const uint8_t *after = v_follows ? src + walk->src->kv_stride : next;
+        if (dst_stride == row_bytes && src_stride == row_bytes) {
+            crc = copy_run(walk, crc, to, from, walk->rows * row_bytes, after);
             continue;
         }
         for (size_t row = 0; row < walk->rows; row++) {
-            crc = kvp_crc32c_copy(crc, to, from, row_bytes);
-            to += walk->dst_stride[kv];
-            from += walk->src_stride[kv];
+            const uint8_t *row_after = row + 1 < walk->rows ? from + src_stride : after;
+            crc = copy_run(walk, crc, to, from, row_bytes, row_after);
+            to += dst_stride;
+            from += src_stride;
         }
     }
     return crc;
 }
 
-/* K and V of a head that follow each other on both sides are walked as one run of rows. */
-static head_walk plan_walk(const kvp_shape *shape, const kvp_view *dst, const kvp_view *src)
+/* `dst` and `src` are where the first layer lies; `next` is where the next block's does. `expected`
+ * and `out` (both nullable) are the block's. False at the first CRC that differs. */
+static bool copy_block(const block_walk *walk, uint8_t *dst, const uint8_t *src,
+                       const uint8_t *next, const uint32_t *expected, uint32_t *out)
 {
-    head_walk walk = {
+    size_t crc_at = 0;
+    for (size_t layer = 0; layer < walk->layers; layer++) {
+        uint8_t *to = dst + layer * walk->dst->layer_stride;
+        const uint8_t *from = src + layer * walk->src->layer_stride;
+        const uint8_t *after = layer + 1 < walk->layers ? from + walk->src->layer_stride : next;
+        for (size_t head = 0; head < walk->heads; head++, crc_at++) {
+            const uint8_t *next_head =
+                head + 1 < walk->heads ? from + walk->src->head_stride : after;
+            uint32_t crc = copy_head(walk, to, from, next_head);
+            if (out != NULL)
+                out[crc_at] = crc;
+            if (expected != NULL && expected[crc_at] != crc)
+                return false;
+            to += walk->dst->head_stride;
+            from += walk->src->head_stride;
+        }
+    }
+    return true;
+}
+
+/* K and V of a head that follow each other on both sides are walked as one run. */
+static block_walk plan_walk(const kvp_shape *shape, const kvp_view *dst, const kvp_view *src,
+                            size_t layers)
+{
+    block_walk walk = {
+        .layers = layers,
+        .heads = shape->heads,
         .rows = shape->tokens,
         .row_bytes = {shape->k_row_bytes, shape->v_row_bytes},
-        .dst_stride = {dst->k_token_stride, dst->v_token_stride},
-        .src_stride = {src->k_token_stride, src->v_token_stride},
-        .dst_kv_stride = dst->kv_stride,
-        .src_kv_stride = src->kv_stride,
+        .dst = dst,
+        .src = src,
+        .dst_row_stride = {dst->k_token_stride, dst->v_token_stride},
+        .src_row_stride = {src->k_token_stride, src->v_token_stride},
     };
     size_t k_bytes = shape->tokens * shape->k_row_bytes;
-    bool packed = walk.dst_kv_stride == k_bytes && walk.src_kv_stride == k_bytes;
+    bool packed = dst->kv_stride == k_bytes && src->kv_stride == k_bytes;
     for (size_t kv = 0; kv < 2; kv++)
-        packed = packed && walk.dst_stride[kv] == walk.row_bytes[kv] &&
-                 walk.src_stride[kv] == walk.row_bytes[kv];
+        packed = packed && walk.dst_row_stride[kv] == walk.row_bytes[kv] &&
+                 walk.src_row_stride[kv] == walk.row_bytes[kv];
     if (packed) {
         size_t head_bytes = k_bytes + shape->tokens * shape->v_row_bytes;
         walk.rows = 1;
-        walk.row_bytes[0] = walk.dst_stride[0] = walk.src_stride[0] = head_bytes;
+        walk.row_bytes[0] = walk.dst_row_stride[0] = walk.src_row_stride[0] = head_bytes;
         walk.row_bytes[1] = 0;
     }
     return walk;
@@ -117,29 +165,28 @@ kvp_status kvp_copy_blocks(const kvp_shape *shape, const kvp_view *dst, const ui
         !view_is_sane(shape, src, src_blocks, block_count, layer_end))
         return KVP_INVALID;
 
-    const head_walk walk = plan_walk(shape, dst, src);
-    for (size_t block = 0; block < block_count; block++) {
-        uintptr_t to_block = dst->base + dst_blocks[block] * dst->block_stride;
-        uintptr_t from_block = src->base + src_blocks[block] * src->block_stride;
+    block_walk walk = plan_walk(shape, dst, src, layer_end - layer_begin);
+    size_t block_bytes = crcs_per_block * shape->tokens * (shape->k_row_bytes + shape->v_row_bytes);
+    walk.streaming = block_bytes >= STREAMING_BYTES_MIN / block_count;
+    const size_t dst_first = dst->base + layer_begin * dst->layer_stride;
+    const size_t src_first = src->base + layer_begin * src->layer_stride;
+    size_t block = 0;
+    for (; block < block_count; block++) {
+        size_t to = dst_first + dst_blocks[block] * dst->block_stride;
+        size_t from = src_first + src_blocks[block] * src->block_stride;
+        size_t next = from;
+        if (block + 1 < block_count)
+            next = src_first + src_blocks[block + 1] * src->block_stride;
         size_t crc_at = block * crc_block_stride;
-        for (size_t layer = layer_begin; layer < layer_end; layer++) {
-            uintptr_t to = to_block + layer * dst->layer_stride;
-            uintptr_t from = from_block + layer * src->layer_stride;
-            for (size_t head = 0; head < shape->heads; head++, crc_at++) {
-                uint32_t crc = copy_head(&walk, (uint8_t *)to, (const uint8_t *)from);
-                if (crc_out != NULL)
-                    crc_out[crc_at] = crc;
-                if (crc_expected != NULL && crc_expected[crc_at] != crc) {
-                    *bad_block = block;
-                    return KVP_CORRUPT;
-                }
-                to += dst->head_stride;
-                from += src->head_stride;
-            }
-        }
+        if (!copy_block(&walk, (uint8_t *)to, (const uint8_t *)from, (const uint8_t *)next,
+                        crc_expected == NULL ? NULL : crc_expected + crc_at,
+                        crc_out == NULL ? NULL : crc_out + crc_at))
+            break;
     }
-    *bad_block = block_count;
-    return KVP_OK;
+    if (walk.streaming)
+        kvp_crc32c_stream_end();
+    *bad_block = block;
+    return block == block_count ? KVP_OK : KVP_CORRUPT;
 }
 
 kvp_status kvp_copy_spans(const uintptr_t *dst, const uintptr_t *src, const size_t *sizes,

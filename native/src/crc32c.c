@@ -4,7 +4,6 @@
  * SSE4.2 instruction over three streams, whose CRCs are joined with a carry-less product.
  *
  * A polynomial of degree < 32 is a uint32 whose bit 31 is the coefficient of x^0. */
-#include <stdbool.h>
 #include <string.h>
 
 #include "kvpool_crc32c.h"
@@ -17,8 +16,12 @@
 #define POLYNOMIAL UINT32_C(0x82f63b78)
 #define ONE UINT32_C(0x80000000) /* x^0 */
 
-/* Continue a CRC (in its inner, inverted form) over `src`; copy it to `dst` unless that is null. */
-typedef uint32_t update_fn(uint32_t crc, uint8_t *dst, const uint8_t *src, size_t size);
+enum { COPY_STRETCH_BYTES = 4096 };
+
+/* Both take and return a CRC in its inner, inverted form. */
+typedef uint32_t update_fn(uint32_t crc, const uint8_t *src, size_t size);
+typedef uint32_t stream_fn(uint32_t crc, uint8_t *dst, const uint8_t *src, size_t size,
+                           const uint8_t *next);
 
 static uint32_t byte_tables[8][256];
 
@@ -46,112 +49,108 @@ static uint32_t power_of_bytes(size_t size)
     return power;
 }
 
-static uint32_t update_portable(uint32_t crc, uint8_t *dst, const uint8_t *src, size_t size)
+static uint32_t update_portable(uint32_t crc, const uint8_t *src, size_t size)
 {
-    while (size >= 8) {
+    for (; size >= 8; size -= 8, src += 8) {
         uint64_t word;
         memcpy(&word, src, sizeof word);
-        if (dst != NULL) {
-            memcpy(dst, &word, sizeof word);
-            dst += 8;
-        }
         word ^= crc;
         crc = 0;
         for (size_t i = 0; i < 8; i++)
             crc ^= byte_tables[7 - i][(word >> (8 * i)) & 0xff];
-        src += 8;
-        size -= 8;
     }
-    for (; size > 0; size--) {
-        uint8_t byte = *src++;
-        if (dst != NULL)
-            *dst++ = byte;
-        crc = byte_tables[0][(crc ^ byte) & 0xff] ^ (crc >> 8);
-    }
+    for (; size > 0; size--, src++)
+        crc = byte_tables[0][(crc ^ *src) & 0xff] ^ (crc >> 8);
     return crc;
 }
 
 static update_fn *update = update_portable;
+static stream_fn *stream; /* null: this CPU cannot */
 
 #if defined(__x86_64__)
-/* One stream of the three is at most this many 64-byte lines. 42 lines make three streams 8064
- * bytes, inside L1, and put them at different places modulo 4096: at equal places a load would wait
- * for a store of another stream that only looks like the same address. */
-enum { LINE_BYTES = 64, STREAM_LINES_MAX = 42 };
+/* A lane of the three is at most this many 64-byte lines: 8064 bytes together, inside L1. */
+enum { LINE_BYTES = 64, LANE_LINES_MAX = 42 };
 
 /* shifts[n] is x^(8 * 64 * n - 33). The product of two reflected polynomials loses one x, and the
  * instruction that reduces it multiplies by x^32: together they make up for the 33. */
-static uint32_t shifts[2 * STREAM_LINES_MAX + 1];
+static uint32_t shifts[2 * LANE_LINES_MAX + 1];
 
 #define SSE42 __attribute__((target("sse4.2,pclmul")))
+#define SSE42_INLINE SSE42 __attribute__((always_inline)) static inline
 
-SSE42 static inline uint64_t load_word(const uint8_t *src)
-{
-    uint64_t word;
-    memcpy(&word, src, sizeof word);
-    return word;
-}
-
-SSE42 static inline uint32_t shift(uint32_t crc, size_t lines)
+SSE42_INLINE uint32_t shift(uint32_t crc, size_t lines)
 {
     __m128i product = _mm_clmulepi64_si128(_mm_cvtsi32_si128((int)crc),
                                            _mm_cvtsi32_si128((int)shifts[lines]), 0);
     return (uint32_t)_mm_crc32_u64(0, (uint64_t)_mm_cvtsi128_si64(product));
 }
 
-SSE42 static inline __attribute__((always_inline)) uint32_t
-update_streams(uint32_t crc, uint8_t *dst, const uint8_t *src, size_t size, bool copying)
+/* Read 8 bytes once, take them into the CRC and, if `dst` is there, store them past the cache. */
+SSE42_INLINE uint64_t take_word(uint64_t crc, uint8_t *dst, const uint8_t *src)
+{
+    uint64_t word;
+    memcpy(&word, src, sizeof word);
+    if (dst != NULL)
+        _mm_stream_si64((long long *)(void *)dst, (long long)word);
+    return _mm_crc32_u64(crc, word);
+}
+
+/* The instruction takes 3 cycles and can start every cycle: three lanes keep it busy. `dst` is null
+ * for a CRC alone; the compiler makes one function of each use. */
+SSE42_INLINE uint32_t take(uint32_t crc, uint8_t *dst, const uint8_t *src, size_t size,
+                           const uint8_t *next)
 {
     while (size >= 3 * LINE_BYTES) {
         size_t lines = size / (3 * LINE_BYTES);
-        if (lines > STREAM_LINES_MAX)
-            lines = STREAM_LINES_MAX;
-        size_t stream = lines * LINE_BYTES;
+        if (lines > LANE_LINES_MAX)
+            lines = LANE_LINES_MAX;
+        const size_t lane = lines * LINE_BYTES;
         uint64_t a = crc, b = 0, c = 0;
-        for (size_t at = 0; at < stream; at += LINE_BYTES) {
+        size -= 3 * lane;
+        /* The CPU's own prefetcher starts anew at each page; this one knows what comes next. A
+         * prefetch past the end of the memory does nothing. */
+        const uint8_t *ahead = size >= 3 * LINE_BYTES ? src + 3 * lane : next;
+        for (size_t at = 0; at < lane; at += LINE_BYTES) {
+            if (dst != NULL) {
+                _mm_prefetch((const char *)ahead + at, _MM_HINT_T0);
+                _mm_prefetch((const char *)ahead + lane + at, _MM_HINT_T0);
+                _mm_prefetch((const char *)ahead + 2 * lane + at, _MM_HINT_T0);
+            }
 #pragma GCC unroll 8
             for (size_t i = at; i < at + LINE_BYTES; i += 8) {
-                uint64_t word_a = load_word(src + i);
-                uint64_t word_b = load_word(src + stream + i);
-                uint64_t word_c = load_word(src + 2 * stream + i);
-                if (copying) {
-                    memcpy(dst + i, &word_a, sizeof word_a);
-                    memcpy(dst + stream + i, &word_b, sizeof word_b);
-                    memcpy(dst + 2 * stream + i, &word_c, sizeof word_c);
-                }
-                a = _mm_crc32_u64(a, word_a);
-                b = _mm_crc32_u64(b, word_b);
-                c = _mm_crc32_u64(c, word_c);
+                a = take_word(a, dst == NULL ? NULL : dst + i, src + i);
+                b = take_word(b, dst == NULL ? NULL : dst + lane + i, src + lane + i);
+                c = take_word(c, dst == NULL ? NULL : dst + 2 * lane + i, src + 2 * lane + i);
             }
         }
         crc = shift((uint32_t)a, 2 * lines) ^ shift((uint32_t)b, lines) ^ (uint32_t)c;
-        src += 3 * stream;
-        size -= 3 * stream;
-        if (copying)
-            dst += 3 * stream;
+        src += 3 * lane;
+        if (dst != NULL)
+            dst += 3 * lane;
     }
     for (; size >= 8; size -= 8, src += 8) {
-        uint64_t word = load_word(src);
-        if (copying) {
-            memcpy(dst, &word, sizeof word);
+        crc = (uint32_t)take_word(crc, dst, src);
+        if (dst != NULL)
             dst += 8;
-        }
-        crc = (uint32_t)_mm_crc32_u64(crc, word);
     }
     for (; size > 0; size--, src++) {
         uint8_t byte = *src;
-        if (copying)
+        if (dst != NULL)
             *dst++ = byte;
         crc = _mm_crc32_u8(crc, byte);
     }
     return crc;
 }
 
-SSE42 static uint32_t update_sse42(uint32_t crc, uint8_t *dst, const uint8_t *src, size_t size)
+SSE42 static uint32_t update_sse42(uint32_t crc, const uint8_t *src, size_t size)
 {
-    if (dst == NULL)
-        return update_streams(crc, NULL, src, size, false);
-    return update_streams(crc, dst, src, size, true);
+    return take(crc, NULL, src, size, NULL);
+}
+
+SSE42 static uint32_t stream_sse42(uint32_t crc, uint8_t *dst, const uint8_t *src, size_t size,
+                                   const uint8_t *next)
+{
+    return take(crc, dst, src, size, next);
 }
 #endif
 
@@ -172,24 +171,53 @@ __attribute__((constructor)) static void prepare(void)
     }
 #if defined(__x86_64__)
     uint32_t x31 = ONE >> 31;
-    for (size_t lines = 1; lines <= 2 * STREAM_LINES_MAX; lines++) {
+    for (size_t lines = 1; lines <= 2 * LANE_LINES_MAX; lines++) {
         /* x^(512 n - 33) = x^(8 * (64 n - 8)) * x^31 */
         shifts[lines] = multiply(power_of_bytes(lines * LINE_BYTES - 8), x31);
     }
     unsigned a, b, c, d;
-    if (__get_cpuid(1, &a, &b, &c, &d) && (c & bit_SSE4_2) && (c & bit_PCLMUL))
+    if (__get_cpuid(1, &a, &b, &c, &d) && (c & bit_SSE4_2) && (c & bit_PCLMUL)) {
         update = update_sse42;
+        stream = stream_sse42;
+    }
 #endif
 }
 
 uint32_t kvp_crc32c(uint32_t crc, const uint8_t *data, size_t size)
 {
-    return ~update(~crc, NULL, data, size);
+    return ~update(~crc, data, size);
 }
 
+/* Copy a stretch that stays in L1, then sum the copy: stores and loads of different lanes would get
+ * in each other's way where two addresses are equal modulo 4096, as those of slots often are. */
 uint32_t kvp_crc32c_copy(uint32_t crc, uint8_t *dst, const uint8_t *src, size_t size)
 {
-    return ~update(~crc, dst, src, size);
+    crc = ~crc;
+    while (size > 0) {
+        size_t stretch = size < COPY_STRETCH_BYTES ? size : COPY_STRETCH_BYTES;
+        memcpy(dst, src, stretch);
+        crc = update(crc, dst, stretch);
+        dst += stretch;
+        src += stretch;
+        size -= stretch;
+    }
+    return ~crc;
+}
+
+uint32_t kvp_crc32c_stream(uint32_t crc, uint8_t *dst, const uint8_t *src, size_t size,
+                           const uint8_t *next)
+{
+    /* Words that straddle two lines would be slow to store. */
+    if (stream == NULL || ((uintptr_t)dst & 7) != 0)
+        return kvp_crc32c_copy(crc, dst, src, size);
+    return ~stream(~crc, dst, src, size, next);
+}
+
+void kvp_crc32c_stream_end(void)
+{
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
 }
 
 uint32_t kvp_crc32c_combine(uint32_t crc_a, uint32_t crc_b, size_t size_b)

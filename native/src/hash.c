@@ -15,7 +15,7 @@
 /* Tokens are hashed as they lie in memory, and the chain says little-endian. */
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "kvpool runs on little-endian CPUs");
 
-enum { CHUNK_BYTES = 64, DIGEST_BYTES = 32, LENGTH_BYTES = 8 };
+enum { CHUNK_BYTES = 64, DIGEST_BYTES = 32, LENGTH_BYTES = 8, MESSAGE_BYTES_MAX = 2048 };
 
 static const uint32_t initial_state[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
                                           0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
@@ -206,20 +206,36 @@ kvp_status kvp_hash_chain(const uint8_t *root, const uint32_t *tokens, size_t to
             previous = extra_ends[i];
         }
     }
+    const size_t token_bytes = blocks > 0 ? block_tokens * sizeof *tokens : 0;
+    /* A whole padded message: only the parent and the tokens change from block to block. */
+    uint8_t message[MESSAGE_BYTES_MAX];
+    size_t chunks = 0; /* 0: too long for `message` */
+    if (blocks > 0 && token_bytes <= MESSAGE_BYTES_MAX - DIGEST_BYTES - 2 * CHUNK_BYTES) {
+        size_t size = DIGEST_BYTES + token_bytes, whole = size / CHUNK_BYTES;
+        chunks = whole + pad(message + whole * CHUNK_BYTES, size);
+    }
     const uint8_t *parent = root;
     size_t extra_begin = 0;
-    for (size_t i = 0; i < blocks; i++) {
-        hasher h;
-        hasher_start(&h);
-        hasher_feed(&h, parent, DIGEST_BYTES);
-        hasher_feed(&h, tokens + i * block_tokens, block_tokens * sizeof *tokens);
-        if (extra_ends != NULL) {
-            hasher_feed(&h, extras + extra_begin, extra_ends[i] - extra_begin);
-            extra_begin = extra_ends[i];
+    for (size_t i = 0; i < blocks; i++, tokens += block_tokens, out += DIGEST_BYTES) {
+        size_t extra_end = extra_ends == NULL ? 0 : extra_ends[i];
+        if (chunks > 0 && extra_end == extra_begin) {
+            uint32_t state[8];
+            memcpy(state, initial_state, sizeof state);
+            memcpy(message, parent, DIGEST_BYTES);
+            memcpy(message + DIGEST_BYTES, tokens, token_bytes);
+            compress(state, message, chunks);
+            store_digest(state, out);
+        } else {
+            hasher h;
+            hasher_start(&h);
+            hasher_feed(&h, parent, DIGEST_BYTES);
+            hasher_feed(&h, tokens, token_bytes);
+            if (extra_end > extra_begin)
+                hasher_feed(&h, extras + extra_begin, extra_end - extra_begin);
+            hasher_finish(&h, out);
         }
-        hasher_finish(&h, out);
+        extra_begin = extra_end;
         parent = out;
-        out += DIGEST_BYTES;
     }
     return KVP_OK;
 }

@@ -60,7 +60,7 @@ kvp_status kvp_memfd_open(const char *name, size_t size, int *fd_out, void **map
     map = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
     if (map == MAP_FAILED)
         return undo(fd, map, size);
-    (void)madvise(map, size, MADV_HUGEPAGE); /* where the host allows it; slower without, not wrong */
+    (void)madvise(map, size, MADV_HUGEPAGE); /* where the host allows it: faster, nothing else */
     if (prefault(fd, map, size) != 0)
         return undo(fd, map, size);
     *fd_out = fd;

@@ -90,7 +90,7 @@ static const arena_slot_header *header_of(const kvp_window *window, uint32_t slo
                                                      slot * window->geometry.header_stride);
 }
 
-/* Whether the slot is in that life and READY now. A life is never 0, but a caller may ask for it. */
+/* Whether the slot is in that life and READY now. No life is 0, but a caller may ask for it. */
 static kvp_status check_slot(const kvp_window *window, uint32_t slot, uint64_t generation)
 {
     if (slot >= window->geometry.slot_count)

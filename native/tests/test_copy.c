@@ -81,8 +81,12 @@ static void test_layouts(void)
 {
     static const uint64_t dst_blocks[BLOCKS] = {2, 0, 3, 1}, src_blocks[BLOCKS] = {1, 1, 3, 0};
     for (size_t step = 0; step < 400; step++) {
-        kvp_shape shape = {1 + random_below(3), 1 + random_below(5), 1 + random_below(300),
+        /* Every eighth is large enough to be streamed past the cache. */
+        size_t tokens = step % 8 == 0 ? 60 : 1 + random_below(5);
+        kvp_shape shape = {1 + random_below(3), tokens, 1 + random_below(300),
                            random_below(3) * random_below(200)};
+        if (step % 8 == 0)
+            shape.k_row_bytes += 400;
         side src = step % 2 ? random_side(&shape) : canonical_side(&shape);
         side dst = step % 3 ? canonical_side(&shape) : random_side(&shape);
         side slow = dst;

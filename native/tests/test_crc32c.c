@@ -26,14 +26,20 @@ static void test_sizes(void)
         CHECK(src != NULL && dst != NULL);
         fill_random(src, size);
         uint32_t start = (uint32_t)next_random();
-        uint32_t slow = ~update_portable(~start, NULL, src, size);
+        uint32_t slow = ~update_portable(~start, src, size);
         CHECK(kvp_crc32c(start, src, size) == slow);
         dst[size] = 0x5a;
         CHECK(kvp_crc32c_copy(start, dst, src, size) == slow);
         CHECK(!memcmp(src, dst, size) && dst[size] == 0x5a);
         memset(dst, 0, size);
-        CHECK(~update_portable(~start, dst, src, size) == slow);
+        CHECK(kvp_crc32c_stream(start, dst, src, size, src) == slow);
+        kvp_crc32c_stream_end();
         CHECK(!memcmp(src, dst, size) && dst[size] == 0x5a);
+        if (size > 9) { /* a destination whose words straddle lines */
+            CHECK(kvp_crc32c_stream(start, dst + 1, src + 1, size - 1, NULL) ==
+                  ~update_portable(~start, src + 1, size - 1));
+            CHECK(!memcmp(src + 1, dst + 1, size - 1) && dst[size] == 0x5a);
+        }
         size_t cut = random_below(size + 1);
         uint32_t a = kvp_crc32c(start, src, cut), b = kvp_crc32c(0, src + cut, size - cut);
         CHECK(kvp_crc32c(a, src + cut, size - cut) == slow);

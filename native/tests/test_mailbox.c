@@ -133,7 +133,8 @@ static void test_flipped_byte(void)
 
 static uint64_t lying_number(void)
 {
-    static const uint64_t edges[] = {0, 1, 8, 9, BYTES, BYTES + 1, UINT32_MAX, UINT64_MAX, 1ull << 63};
+    static const uint64_t edges[] = {0, 1, 8, 9, BYTES, BYTES + 1, UINT32_MAX, UINT64_MAX,
+                                     1ull << 63};
     return next_random() & 1 ? edges[random_below(sizeof edges / sizeof *edges)]
                              : next_random() >> random_below(64);
 }
