@@ -31,6 +31,10 @@ CONTRACTS = (
 )
 
 
+# Module-level names that every module may have and nobody imports.
+_PLUMBING = frozenset(("logger", "T", "Held", "Request", "Reply"))
+
+
 def _signature(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
     kind = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
     result = f" -> {ast.unparse(node.returns)}" if node.returns else ""
@@ -57,13 +61,13 @@ def _members(body: list[ast.stmt], indent: str) -> Iterator[str]:
             yield indent + ast.unparse(node)
         elif isinstance(node, ast.Assign):
             names = [ast.unparse(target) for target in node.targets]
-            if any(_is_public(name) for name in names):
+            if any(_is_public(name) and name not in _PLUMBING for name in names):
                 yield f"{indent}{' = '.join(names)} = {ast.unparse(node.value)}"
 
 
 def _exports(tree: ast.Module) -> Iterator[str]:
-    for node in tree.body:
-        if isinstance(node, ast.ImportFrom):
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("kvpool."):
             yield from (f"{alias.asname or alias.name} from {node.module}" for alias in node.names)
 
 

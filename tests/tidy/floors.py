@@ -22,6 +22,8 @@ FLOORS: Mapping[str, int] = {
     "kvpool.transfer": 1,
     "kvpool.index": 1,
     "kvpool.base": 2,
+    "kvpool.leases": 2,
+    "kvpool.operations": 2,
     "kvpool.reservation": 2,
     "kvpool.pool": 2,
     "kvpool.client": 2,
@@ -34,9 +36,10 @@ FLOORS: Mapping[str, int] = {
 BESIDE = "kvpool.testing"
 BESIDE_SEES = 3
 # Which other area of the same floor an area may import. Wings have none.
+_POOL_PARTS = frozenset({"kvpool.leases", "kvpool.operations", "kvpool.reservation"})
 SIDEWAYS: Mapping[str, frozenset[str]] = {
-    "kvpool.reservation": frozenset({"kvpool.base"}),
-    "kvpool.pool": frozenset({"kvpool.base", "kvpool.reservation"}),
+    **dict.fromkeys(_POOL_PARTS, frozenset({"kvpool.base"})),
+    "kvpool.pool": frozenset({"kvpool.base", *_POOL_PARTS}),
     "kvpool.client": frozenset({"kvpool.base", "kvpool.pool"}),
 }
 # The facade re-exports names of these floors.

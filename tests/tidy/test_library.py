@@ -12,7 +12,12 @@ from tests.tidy.source import modules, parse, project_files, shown
 Rule = Callable[[ast.AST], Iterator[str]]
 
 # Entry points, where a process is set up: they may print, set logging up and read the environment.
-COMMANDS = ("kvpool.cli", "kvpool.server.main", "kvpool.integration.serve")
+COMMANDS = (
+    "kvpool.cli",
+    "kvpool.server.main",
+    "kvpool.integration.serve",
+    "kvpool.integration.runtime.worker",
+)
 # The suites are tests.
 SUITES = ("kvpool.testing",)
 
