@@ -41,7 +41,6 @@ _HOMES: Final = {
     "Span": "kvpool.memory",
     "Pool": "kvpool.pool",
 }
-__all__ = sorted(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> object:

@@ -1,7 +1,7 @@
 """A client's way to its server: one gRPC channel and one transport connection, kept up.
 
-Owns the connection of a run directory and the thread that makes it again after a loss. Knows
-nothing of blocks. Who calls it: the remote pool.
+Owns the connection of a run directory, the thread that makes it again after a loss, and the pauses
+that a silent or dead server is given. Knows nothing of blocks. Who calls it: the remote pool.
 """
 
 import logging
@@ -13,7 +13,7 @@ from pathlib import Path
 from kvpool.block import BlockLayout, Incarnation
 from kvpool.client import protocol
 from kvpool.client.breaker import Breaker
-from kvpool.client.rpc import Caller
+from kvpool.client.rpc import Caller, Method, Reply, Request
 from kvpool.clock import Clock
 from kvpool.completion import Deadline
 from kvpool.errors import (
@@ -88,7 +88,7 @@ def open_link(run_dir: Path, layout: BlockLayout, transport: Transport, timeout_
 class LinkKeeper:
     """Holds the link, and one thread that makes a new one after a loss. Safe from any thread.
 
-    One condition guards ``_link`` and ``_closed``. Nothing is called under it.
+    One condition guards the links and ``_closed``. Nothing is called under it.
 
     Args:
         run_dir, layout, transport: As for ``open_link``.
@@ -112,7 +112,8 @@ class LinkKeeper:
         self._layout = layout
         self._transport = transport
         self._attempt_s = attempt_s
-        self._breaker = Breaker(clock, min_s=backoff_min_s, max_s=backoff_max_s)
+        self._retry = Breaker(clock, min_s=backoff_min_s, max_s=backoff_max_s)  # of a dead server
+        self._silence = Breaker(clock, min_s=backoff_min_s, max_s=backoff_max_s)
         self._changed = threading.Condition()
         self._link: Link | None = None
         self._dead: list[Link] = []  # lost, to be closed by the thread
@@ -140,6 +141,40 @@ class LinkKeeper:
                     f"no server in {self._run_dir}: recompute; a new one is looked for"
                 )
             return self._link
+
+    def ask(
+        self,
+        method: Method[Request, Reply],
+        request: Request,
+        timeout_s: float,
+        link: Link | None = None,
+    ) -> Reply:
+        """Make one short request on ``link``, or on the link there is.
+
+        Raises:
+            TransferTimeoutError: No answer within ``timeout_s``. The server is given a pause.
+            PeerUnreachableError: It is being given a pause, or there is none, or it was lost.
+            ClosedError: The keeper is closed.
+            KVPoolError: What the server answered.
+        """
+        link = link or self.link()
+        if not self._silence.allows():
+            raise PeerUnreachableError("the server did not answer lately: it is asked again soon")
+        try:
+            reply = link.caller.call(method, request, timeout_s)
+        except TransferTimeoutError:
+            self._silence.failed()
+            raise
+        except (PeerUnreachableError, ClosedError) as error:
+            self.lose(link)
+            if self._closed:
+                raise ClosedError("the pool was closed: connect again") from error
+            raise PeerUnreachableError(f"the server was lost, recompute: {error}") from error
+        except KVPoolError:
+            self._silence.succeeded()  # it answered
+            raise
+        self._silence.succeeded()
+        return reply
 
     def lose(self, link: Link) -> None:
         """Give a link up: its path is closed first, a new one is made second. Idempotent."""
@@ -207,10 +242,10 @@ class LinkKeeper:
                 logger.debug("no server in %s yet: %s", self._run_dir, error)
             else:
                 logger.info("connected to the server in %s again", self._run_dir)
-                self._breaker.succeeded()
+                self._retry.succeeded()
                 self._adopt(link)
                 continue
-            pause_s = self._breaker.failed()
+            pause_s = self._retry.failed()
             with self._changed:
                 if self._changed.wait_for(lambda: self._closed, pause_s):
                     return

@@ -18,7 +18,7 @@ from kvpool.errors import TransferTimeoutError
 from kvpool.memory import BlockView, copy_blocks
 from kvpool.transfer.base import Transport
 
-# Most blocks of a chunk: the server enters them one by one, some 10 us each.
+# Most blocks of a batch: the server enters them one by one, some 10 us each.
 _SLOTS_MAX: Final = 1024
 # How much longer than the server's own deadline a client waits for its answer. A server that is
 # silent for longer is treated as lost.
@@ -26,7 +26,7 @@ _GRACE_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True)
-class Chunk:
+class Batch:
     """Blocks that fit the staging at once, in chain order.
 
     Attributes:
@@ -43,11 +43,11 @@ class Chunk:
 
 
 class Staging:
-    """A bounded number of slots. Safe from any thread: one chunk is under way at a time.
+    """A bounded number of slots. Safe from any thread: one batch is under way at a time.
 
     Args:
         layout: Of the blocks.
-        size_bytes: Most bytes of a chunk, at least one block.
+        size_bytes: Most bytes of a batch, at least one block.
         transport: The arena is registered with it and has its incarnation.
     """
 
@@ -61,8 +61,8 @@ class Staging:
             raise
         self._turn = threading.Lock()
 
-    def send(self, link: Link, chunk: Chunk, deadline: Deadline) -> protocol.StoreReply:
-        """Stage one chunk and have the server pull it.
+    def send(self, link: Link, batch: Batch, deadline: Deadline) -> protocol.StoreReply:
+        """Stage one batch and have the server pull it.
 
         Raises:
             TransferTimeoutError: The deadline passed, or the server fell silent: then the link was
@@ -74,9 +74,9 @@ class Staging:
         if not self._turn.acquire(timeout=deadline.remaining_s()):
             raise TransferTimeoutError("other stores of this process took all the time there was")
         try:
-            slots = [self.arena.reserve() for _ in range(len(chunk.source))]
+            slots = [self.arena.reserve() for _ in range(len(batch.source))]
             try:
-                return self._send(link, chunk, slots, deadline)
+                return self._send(link, batch, slots, deadline)
             finally:
                 for slot in slots:
                     self.arena.release(slot)
@@ -84,26 +84,26 @@ class Staging:
             self._turn.release()
 
     def _send(
-        self, link: Link, chunk: Chunk, slots: list[Slot], deadline: Deadline
+        self, link: Link, batch: Batch, slots: list[Slot], deadline: Deadline
     ) -> protocol.StoreReply:
-        crcs = copy_blocks(self.arena.view(slots), chunk.source)
+        crcs = copy_blocks(self.arena.view(slots), batch.source)
         for index, slot in enumerate(slots):
             begin = index * HASH_BYTES
-            name = BlockHash(chunk.hashes[begin : begin + HASH_BYTES])
+            name = BlockHash(batch.hashes[begin : begin + HASH_BYTES])
             self.arena.commit(slot, crcs[index], name)
         timeout_s = deadline.remaining_s()
         if not timeout_s:
             raise TransferTimeoutError("the deadline of the store passed while it was staged")
         request = protocol.StoreRequest(
             client=link.client,
-            hashes=chunk.hashes,
-            parent=chunk.parent,
+            hashes=batch.hashes,
+            parent=batch.parent,
             region=self._region,
             slots=[slot.index for slot in slots],
             generations=[slot.generation for slot in slots],
             crcs=crcs.astype("<u4").tobytes(),
             timeout_s=timeout_s,
-            hold_s=chunk.hold_s,
+            hold_s=batch.hold_s,
         )
         for slot in slots:
             self.arena.grant(slot)

@@ -1,0 +1,181 @@
+"""Stores of a remote pool: batch after batch through the staging, on threads of their own.
+
+Owns the threads, the queue of stores and the course of each. Blocks that one batch stored are leased until the
+last batch has ended, so that a long store does not push out its own beginning. Who calls it: the
+remote pool.
+"""
+
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from kvpool.base import Chain, StoreResult
+from kvpool.block import HASH_BYTES
+from kvpool.client import protocol
+from kvpool.client.link import Link, LinkKeeper
+from kvpool.client.staging import Batch, Staging
+from kvpool.completion import Completion, CompletionSource, Deadline
+from kvpool.config import TransferConfig
+from kvpool.errors import (
+    CancelledTransferError,
+    ClosedError,
+    InternalError,
+    KVPoolError,
+    PeerUnreachableError,
+    TransferTimeoutError,
+)
+from kvpool.memory import BlockView
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Store:
+    """One store under way; its blocks ``stored`` on are still to be sent."""
+
+    link: Link
+    chain: Chain
+    source: BlockView
+    first: int
+    deadline: Deadline
+    stored: int = 0
+    new: int = 0
+    refused: str = ""
+    holds: list[int] = field(default_factory=list)
+
+
+class Stores:
+    """Safe from any thread. ``_lock`` guards the count; nothing is called under it.
+
+    Args:
+        staging: Where batchs are held out to the server.
+        keeper: Gives the link; it is given up when the server falls silent.
+        config: ``completion_threads`` threads run stores; ``stores_max`` may be under way or queued.
+    """
+
+    def __init__(self, staging: Staging, keeper: LinkKeeper, config: TransferConfig) -> None:
+        self._staging = staging
+        self._keeper = keeper
+        self._threads = ThreadPoolExecutor(config.completion_threads, "kvpool-store")
+        self._stores_max = config.stores_max
+        self._timeout_s = config.match_timeout_s
+        self._lock = threading.Lock()
+        self._count = 0
+        self._closed = False
+
+    def submit(
+        self, chain: Chain, source: BlockView, first: int, deadline: Deadline
+    ) -> Completion[StoreResult]:
+        """Queue a store whose input was checked. Never waits.
+
+        Raises:
+            ClosedError: The pool was closed.
+        """
+        ended: CompletionSource[StoreResult] = CompletionSource()
+        if not len(source):
+            ended.finish(StoreResult(0, 0))
+            return ended.completion
+        with self._lock:
+            if self._count >= self._stores_max:
+                why = f"{self._stores_max} stores are under way: wait for one to end"
+                ended.finish(StoreResult(0, 0, why))
+                return ended.completion
+            self._count += 1
+        try:
+            self._threads.submit(self._run, ended, chain, source, first, deadline)
+        except RuntimeError as error:  # the threads were shut down
+            raise ClosedError("the pool was closed: connect again") from error
+        return ended.completion
+
+    def close(self) -> None:
+        """Have the stores under way end with ClosedError, as soon as their link is closed."""
+        self._closed = True
+        self._threads.shutdown(wait=False)
+
+    def join(self) -> None:
+        """Wait until all have ended: at most one copy of a batch, once the link is closed."""
+        self._threads.shutdown(wait=True)
+
+    def _run(
+        self,
+        ended: CompletionSource[StoreResult],
+        chain: Chain,
+        source: BlockView,
+        first: int,
+        deadline: Deadline,
+    ) -> None:
+        error: KVPoolError | None = None
+        result = StoreResult(0, 0)
+        try:
+            store = _Store(self._keeper.link(), chain, source, first, deadline)
+            try:
+                while store.stored < len(source) and not store.refused:
+                    self._require_going(ended, deadline)
+                    self._send_batch(store)
+            finally:
+                for lease in store.holds:
+                    self._let_go(store.link, lease)
+            result = StoreResult(store.stored, store.new, store.refused)
+        except KVPoolError as caught:
+            error = self._meaning(caught)
+        except Exception as caught:
+            logger.exception("a store failed")
+            error = InternalError(f"a store failed: {caught!r}")
+        with self._lock:
+            self._count -= 1
+        if error is not None:
+            ended.fail(error)
+        else:
+            ended.finish(result)
+
+    def _let_go(self, link: Link, lease: int) -> None:
+        request = protocol.ReleaseRequest(client=link.client, lease=lease)
+        try:
+            self._keeper.ask(protocol.RELEASE, request, self._timeout_s, link)
+        except KVPoolError as error:
+            logger.debug("blocks of a store stay held until their lease runs out: %s", error)
+
+    def _require_going(self, ended: CompletionSource[StoreResult], deadline: Deadline) -> None:
+        if self._closed:
+            raise ClosedError("the pool was closed")
+        if ended.cancel_requested:
+            raise CancelledTransferError("cancelled by the caller")
+        if deadline.passed():
+            raise TransferTimeoutError("the deadline of the store passed")
+
+    def _send_batch(self, store: _Store) -> None:
+        begin = store.stored
+        end = min(begin + self._staging.slot_count, len(store.source))
+        at = store.first + begin
+        batch = Batch(
+            hashes=store.chain.hashes[at * HASH_BYTES : (store.first + end) * HASH_BYTES],
+            parent=store.chain.parent(at),
+            source=store.source.take(begin, end),
+            hold_s=store.deadline.remaining_s() if end < len(store.source) else 0.0,
+        )
+        try:
+            reply = self._staging.send(store.link, batch, store.deadline)
+        except (PeerUnreachableError, ClosedError):
+            self._keeper.lose(store.link)
+            raise
+        if reply.lease:
+            store.holds.append(reply.lease)
+        store.stored += reply.stored
+        store.new += reply.new
+        store.refused = reply.refused
+        if reply.stored < end - begin and not reply.refused:
+            store.refused = "the server stopped short"
+
+    def _meaning(self, error: KVPoolError) -> KVPoolError:
+        """Say what an error of the way to the server means to the one who stores."""
+        if self._closed:
+            meant: KVPoolError = ClosedError("the pool was closed")
+        elif isinstance(error, ClosedError | PeerUnreachableError):
+            meant = PeerUnreachableError(
+                f"the server was lost, nothing is sure to be kept: {error}"
+            )
+        else:
+            return error
+        meant.__cause__ = error
+        return meant
