@@ -32,6 +32,7 @@ from kvpool.errors import ConfigError, KVPoolError, UnavailableError, UsageError
 from kvpool.integration.conductor.app import Conductor, create_app
 from kvpool.integration.conductor.dispatch import Dispatcher, WorkerLink
 from kvpool.integration.conductor.model import ModelText
+from kvpool.integration.process import leave
 from kvpool.integration.supervisor import Supervisor
 
 logger = logging.getLogger(__name__)
@@ -373,6 +374,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             model, name = find_model(options)
             run_dir = stack.enter_context(made_run_dir(options.run_dir))
             asyncio.run(serve(options, model, name, run_dir, listener))
+        leave(0)
     except UsageError as error:
         print(f"kvpool-serve: {error}", file=sys.stderr)
         return 2
@@ -381,4 +383,3 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    return 0

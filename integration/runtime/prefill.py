@@ -46,8 +46,8 @@ logger = logging.getLogger(__name__)
 
 # Longest wait for a decode worker's transport to answer.
 CONNECT_TIMEOUT_S: Final = 5.0
-# The ``chunk`` of slices that were loaded from the pool; computed chunks count from 0.
-PREFIX_CHUNK: Final = -1
+# The ``chunk`` of slices that were loaded from the pool; computed chunks count from 1.
+PREFIX_CHUNK: Final = 0
 _CLOSE_TIMEOUT_S: Final = 1.0
 
 
@@ -246,7 +246,7 @@ class PrefillWorker:
         parts, tokens = self._parts, prompt.request.tokens
         size, chunk_tokens = self._layout.block_tokens, parts.config.runtime.chunk_tokens
         begin = prompt.cached_blocks * size
-        stored, number = prompt.cached_blocks, 0
+        stored, number = prompt.cached_blocks, PREFIX_CHUNK + 1
         logits: Any = None
         while begin < len(tokens):
             prompt.check()

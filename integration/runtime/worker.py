@@ -24,6 +24,7 @@ from kvpool.completion import Completion
 from kvpool.config import RuntimeConfig, parse_size
 from kvpool.errors import ConfigError, KVPoolError, UsageError
 from kvpool.events import EventSink, NullSink, TraceSink
+from kvpool.integration.process import leave
 from kvpool.integration.runtime.blocks import Blocks, Room
 from kvpool.integration.runtime.handoff import STATUS, Empty, WorkerStatus
 from kvpool.integration.runtime.model import LoadedModel, load_model
@@ -314,10 +315,10 @@ def run(role: Role, make: Callable[[Parts], Served], argv: Sequence[str] | None)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {role} %(levelname)s %(message)s")
     try:
         asyncio.run(serve(parse_arguments(role, argv), role, make))
+        leave(0)
     except UsageError as error:
         print(f"{role} worker: {error}", file=sys.stderr)
         return 2
     except KVPoolError as error:
         print(f"{role} worker: {error}", file=sys.stderr)
         return 1
-    return 0
