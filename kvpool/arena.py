@@ -244,15 +244,15 @@ class Window:
         self.require_layout(layout)
         out = np.zeros((len(slots), layout.num_layers, layout.kv_heads), dtype=np.uint32)
         bad = ffi.new("size_t *")
-        status = lib.kvp_window_crcs(
-            self._window,
-            *self._arrays(slots, generations),
-            ffi.from_buffer("uint32_t[]", out, require_writable=True),
-            bad,
-        )
-        if status == lib.KVP_OK:
-            return out, len(slots)
-        return out, self._bad(status, int(bad[0]))
+        buffer = ffi.from_buffer("uint32_t[]", out, require_writable=True)
+        good = self.leading(slots, generations)
+        while good:  # the C core reads all or nothing; each turn that goes on asks for fewer
+            arrays = self._arrays(slots[:good], generations[:good])
+            status = lib.kvp_window_crcs(self._window, *arrays, buffer, bad)
+            if status == lib.KVP_OK:
+                break
+            good = self._bad(status, int(bad[0]))
+        return out, good
 
     def _bad(self, status: int, index: int) -> int:
         if status == lib.KVP_STALE:
