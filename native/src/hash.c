@@ -31,6 +31,10 @@ static const uint32_t round_constants[64] __attribute__((aligned(16))) = {
     0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7, 0xc67178f2};
 
 typedef void compress_fn(uint32_t state[8], const uint8_t *data, size_t chunks);
+/* Chain blocks whose message is 64 * chunks bytes: the parent's digest, then `body`, which is
+ * padded already and has each block's tokens laid over its beginning. */
+typedef void chain_fn(const uint8_t *root, const uint8_t *tokens, size_t token_bytes, size_t blocks,
+                      uint8_t *body, size_t chunks, uint8_t *out);
 
 static uint32_t rotate(uint32_t word, unsigned count)
 {
@@ -65,59 +69,6 @@ static void compress_portable(uint32_t state[8], const uint8_t *data, size_t chu
     }
 }
 
-static compress_fn *compress = compress_portable;
-
-#if defined(__x86_64__)
-/* Four rounds a step: m[i & 3] holds message words 4i..4i+3 when step i begins. */
-__attribute__((target("sha,sse4.1"))) static void compress_sha_ni(uint32_t state[8],
-                                                                  const uint8_t *data,
-                                                                  size_t chunks)
-{
-    const __m128i swap = _mm_set_epi64x(0x0c0d0e0f08090a0bLL, 0x0405060700010203LL);
-    __m128i low = _mm_shuffle_epi32(_mm_loadu_si128((const __m128i *)&state[0]), 0xB1);
-    __m128i high = _mm_shuffle_epi32(_mm_loadu_si128((const __m128i *)&state[4]), 0x1B);
-    __m128i abef = _mm_alignr_epi8(low, high, 8);
-    __m128i cdgh = _mm_blend_epi16(high, low, 0xF0);
-
-    for (; chunks > 0; chunks--, data += CHUNK_BYTES) {
-        const __m128i abef_before = abef, cdgh_before = cdgh;
-        __m128i m[4];
-#pragma GCC unroll 4
-        for (int i = 0; i < 4; i++)
-            m[i] = _mm_shuffle_epi8(_mm_loadu_si128((const __m128i *)(data + 16 * i)), swap);
-#pragma GCC unroll 16
-        for (int i = 0; i < 16; i++) {
-            __m128i words = _mm_add_epi32(
-                m[i & 3], _mm_load_si128((const __m128i *)&round_constants[4 * i]));
-            cdgh = _mm_sha256rnds2_epu32(cdgh, abef, words);
-            if (i >= 3 && i < 15) {
-                __m128i carried = _mm_alignr_epi8(m[i & 3], m[(i + 3) & 3], 4);
-                __m128i sum = _mm_add_epi32(m[(i + 1) & 3], carried);
-                m[(i + 1) & 3] = _mm_sha256msg2_epu32(sum, m[i & 3]);
-            }
-            abef = _mm_sha256rnds2_epu32(abef, cdgh, _mm_shuffle_epi32(words, 0x0E));
-            if (i >= 1 && i < 13)
-                m[(i + 3) & 3] = _mm_sha256msg1_epu32(m[(i + 3) & 3], m[i & 3]);
-        }
-        abef = _mm_add_epi32(abef, abef_before);
-        cdgh = _mm_add_epi32(cdgh, cdgh_before);
-    }
-    low = _mm_shuffle_epi32(abef, 0x1B);
-    high = _mm_shuffle_epi32(cdgh, 0xB1);
-    _mm_storeu_si128((__m128i *)&state[0], _mm_blend_epi16(low, high, 0xF0));
-    _mm_storeu_si128((__m128i *)&state[4], _mm_alignr_epi8(high, low, 8));
-}
-
-/* Runs when the library is loaded, before any thread can call in. */
-__attribute__((constructor)) static void choose_compress(void)
-{
-    unsigned a, b, c, d;
-    if (__get_cpuid(1, &a, &b, &c, &d) && (c & bit_SSE4_1) &&
-        __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_SHA))
-        compress = compress_sha_ni;
-}
-#endif
-
 static void store_digest(const uint32_t state[8], uint8_t *digest)
 {
     for (size_t i = 0; i < 8; i++) {
@@ -125,6 +76,128 @@ static void store_digest(const uint32_t state[8], uint8_t *digest)
         memcpy(digest + 4 * i, &word, sizeof word);
     }
 }
+
+static void chain_portable(const uint8_t *root, const uint8_t *tokens, size_t token_bytes,
+                           size_t blocks, uint8_t *body, size_t chunks, uint8_t *out)
+{
+    uint8_t *message = body - DIGEST_BYTES;
+    for (size_t i = 0; i < blocks; i++, out += DIGEST_BYTES) {
+        uint32_t state[8];
+        memcpy(state, initial_state, sizeof state);
+        memcpy(message, i == 0 ? root : out - DIGEST_BYTES, DIGEST_BYTES);
+        memcpy(body, tokens + i * token_bytes, token_bytes);
+        compress_portable(state, message, chunks);
+        store_digest(state, out);
+    }
+}
+
+static compress_fn *compress = compress_portable;
+static chain_fn *chain = chain_portable;
+
+#if defined(__x86_64__)
+#define SHA_NI __attribute__((target("sha,sse4.1")))
+#define SHA_NI_INLINE SHA_NI __attribute__((always_inline)) static inline
+
+/* The state as the instructions want it. */
+typedef struct {
+    __m128i abef, cdgh;
+} registers;
+
+SHA_NI_INLINE __m128i swap_words(__m128i words)
+{
+    return _mm_shuffle_epi8(words, _mm_set_epi64x(0x0c0d0e0f08090a0bLL, 0x0405060700010203LL));
+}
+
+SHA_NI_INLINE __m128i load_words(const uint8_t *data)
+{
+    return swap_words(_mm_loadu_si128((const __m128i *)data));
+}
+
+SHA_NI_INLINE registers pack(__m128i abcd, __m128i efgh)
+{
+    __m128i cdab = _mm_shuffle_epi32(abcd, 0xB1), hgfe = _mm_shuffle_epi32(efgh, 0x1B);
+    return (registers){_mm_alignr_epi8(cdab, hgfe, 8), _mm_blend_epi16(hgfe, cdab, 0xF0)};
+}
+
+SHA_NI_INLINE void unpack(registers r, __m128i *abcd, __m128i *efgh)
+{
+    __m128i feba = _mm_shuffle_epi32(r.abef, 0x1B), dchg = _mm_shuffle_epi32(r.cdgh, 0xB1);
+    *abcd = _mm_blend_epi16(feba, dchg, 0xF0);
+    *efgh = _mm_alignr_epi8(dchg, feba, 8);
+}
+
+/* One chunk, four rounds a step: m[i & 3] holds message words 4i..4i+3 when step i begins. */
+SHA_NI_INLINE registers compress_chunk(registers before, __m128i m[4])
+{
+    __m128i abef = before.abef, cdgh = before.cdgh;
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; i++) {
+        __m128i words =
+            _mm_add_epi32(m[i & 3], _mm_load_si128((const __m128i *)&round_constants[4 * i]));
+        cdgh = _mm_sha256rnds2_epu32(cdgh, abef, words);
+        if (i >= 3 && i < 15) {
+            __m128i carried = _mm_alignr_epi8(m[i & 3], m[(i + 3) & 3], 4);
+            __m128i sum = _mm_add_epi32(m[(i + 1) & 3], carried);
+            m[(i + 1) & 3] = _mm_sha256msg2_epu32(sum, m[i & 3]);
+        }
+        abef = _mm_sha256rnds2_epu32(abef, cdgh, _mm_shuffle_epi32(words, 0x0E));
+        if (i >= 1 && i < 13)
+            m[(i + 3) & 3] = _mm_sha256msg1_epu32(m[(i + 3) & 3], m[i & 3]);
+    }
+    return (registers){_mm_add_epi32(abef, before.abef), _mm_add_epi32(cdgh, before.cdgh)};
+}
+
+SHA_NI static void compress_sha_ni(uint32_t state[8], const uint8_t *data, size_t chunks)
+{
+    __m128i abcd = _mm_loadu_si128((const __m128i *)&state[0]);
+    __m128i efgh = _mm_loadu_si128((const __m128i *)&state[4]);
+    registers r = pack(abcd, efgh);
+    for (; chunks > 0; chunks--, data += CHUNK_BYTES) {
+        __m128i m[4] = {load_words(data), load_words(data + 16), load_words(data + 32),
+                        load_words(data + 48)};
+        r = compress_chunk(r, m);
+    }
+    unpack(r, &abcd, &efgh);
+    _mm_storeu_si128((__m128i *)&state[0], abcd);
+    _mm_storeu_si128((__m128i *)&state[4], efgh);
+}
+
+/* A digest never leaves the registers on its way into the next message: the words of one are the
+ * words of the other. That is a tenth of the time. */
+SHA_NI static void chain_sha_ni(const uint8_t *root, const uint8_t *tokens, size_t token_bytes,
+                                size_t blocks, uint8_t *body, size_t chunks, uint8_t *out)
+{
+    const registers initial = pack(_mm_loadu_si128((const __m128i *)&initial_state[0]),
+                                   _mm_loadu_si128((const __m128i *)&initial_state[4]));
+    __m128i abcd = load_words(root), efgh = load_words(root + 16);
+    for (size_t i = 0; i < blocks; i++) {
+        memcpy(body, tokens + i * token_bytes, token_bytes);
+        __m128i m[4] = {abcd, efgh, load_words(body), load_words(body + 16)};
+        registers r = compress_chunk(initial, m);
+        for (size_t chunk = 1; chunk < chunks; chunk++) {
+            const uint8_t *data = body + chunk * CHUNK_BYTES - DIGEST_BYTES;
+            for (size_t j = 0; j < 4; j++)
+                m[j] = load_words(data + 16 * j);
+            r = compress_chunk(r, m);
+        }
+        unpack(r, &abcd, &efgh);
+        __m128i *digest = (__m128i *)(out + i * DIGEST_BYTES);
+        _mm_storeu_si128(digest, swap_words(abcd));
+        _mm_storeu_si128(digest + 1, swap_words(efgh));
+    }
+}
+
+/* Runs when the library is loaded, before any thread can call in. */
+__attribute__((constructor)) static void choose_compress(void)
+{
+    unsigned a, b, c, d;
+    if (__get_cpuid(1, &a, &b, &c, &d) && (c & bit_SSE4_1) &&
+        __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & bit_SHA)) {
+        compress = compress_sha_ni;
+        chain = chain_sha_ni;
+    }
+}
+#endif
 
 /* Hash a message of several pieces, fed in order. */
 typedef struct {
@@ -206,35 +279,29 @@ kvp_status kvp_hash_chain(const uint8_t *root, const uint32_t *tokens, size_t to
             previous = extra_ends[i];
         }
     }
-    const size_t token_bytes = blocks > 0 ? block_tokens * sizeof *tokens : 0;
-    /* A whole padded message: only the parent and the tokens change from block to block. */
+    if (blocks == 0)
+        return KVP_OK;
+    const size_t token_bytes = block_tokens * sizeof *tokens, size = DIGEST_BYTES + token_bytes;
     uint8_t message[MESSAGE_BYTES_MAX];
-    size_t chunks = 0; /* 0: too long for `message` */
-    if (blocks > 0 && token_bytes <= MESSAGE_BYTES_MAX - DIGEST_BYTES - 2 * CHUNK_BYTES) {
-        size_t size = DIGEST_BYTES + token_bytes, whole = size / CHUNK_BYTES;
-        chunks = whole + pad(message + whole * CHUNK_BYTES, size);
+    if (extra_ends == NULL && size <= MESSAGE_BYTES_MAX - 2 * CHUNK_BYTES) {
+        size_t whole = size / CHUNK_BYTES;
+        size_t chunks = whole + pad(message + whole * CHUNK_BYTES, size);
+        chain(root, (const uint8_t *)tokens, token_bytes, blocks, message + DIGEST_BYTES, chunks,
+              out);
+        return KVP_OK;
     }
     const uint8_t *parent = root;
     size_t extra_begin = 0;
     for (size_t i = 0; i < blocks; i++, tokens += block_tokens, out += DIGEST_BYTES) {
-        size_t extra_end = extra_ends == NULL ? 0 : extra_ends[i];
-        if (chunks > 0 && extra_end == extra_begin) {
-            uint32_t state[8];
-            memcpy(state, initial_state, sizeof state);
-            memcpy(message, parent, DIGEST_BYTES);
-            memcpy(message + DIGEST_BYTES, tokens, token_bytes);
-            compress(state, message, chunks);
-            store_digest(state, out);
-        } else {
-            hasher h;
-            hasher_start(&h);
-            hasher_feed(&h, parent, DIGEST_BYTES);
-            hasher_feed(&h, tokens, token_bytes);
-            if (extra_end > extra_begin)
-                hasher_feed(&h, extras + extra_begin, extra_end - extra_begin);
-            hasher_finish(&h, out);
+        hasher h;
+        hasher_start(&h);
+        hasher_feed(&h, parent, DIGEST_BYTES);
+        hasher_feed(&h, tokens, token_bytes);
+        if (extra_ends != NULL && extra_ends[i] > extra_begin) {
+            hasher_feed(&h, extras + extra_begin, extra_ends[i] - extra_begin);
+            extra_begin = extra_ends[i];
         }
-        extra_begin = extra_end;
+        hasher_finish(&h, out);
         parent = out;
     }
     return KVP_OK;

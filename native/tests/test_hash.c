@@ -98,6 +98,8 @@ int main(void)
     test_known_digests();
     test_portable_agrees();
     test_chain();
+    chain = chain_portable;
+    test_chain();
     test_refusals();
     return 0;
 }
