@@ -104,7 +104,7 @@ kvp_status kvp_copy_blocks(const kvp_shape *shape, const kvp_view *dst, const ui
 kvp_status kvp_copy_spans(const uintptr_t *dst, const uintptr_t *src, const size_t *sizes,
                           size_t count, const volatile int32_t *cancel, size_t *done);
 
-/* ---- arena.c, window.c: slots in a sealed memfd: its owner writes, peers map it read-only ------ */
+/* ---- arena.c, window.c: slots in a sealed memfd, which peers map read-only ------------------ */
 
 /* A slot's life: FREE -> reserve -> RESERVED -> commit -> READY -> release -> FREE.
  *
