@@ -301,7 +301,6 @@ class LayerSender:
             staged.first_block,
             [index for index, _ in numbers],
             [generation for _, generation in numbers],
-            staged.chunk,
         )
         if self.link.offer(message):
             return event

@@ -49,7 +49,6 @@ class Announce(msgspec.Struct, frozen=True, array_like=True, tag="layer"):
     first_block: _Dimension
     slots: _Slots
     generations: _Generations
-    chunk: _Dimension
 
 
 class End(msgspec.Struct, frozen=True, array_like=True, tag="end"):
