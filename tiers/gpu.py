@@ -222,12 +222,9 @@ class GpuTier(Tier):
         """Return the checksums of pinned slots. See ``Tier``."""
         with self._lock:
             self._require_open()
-            out = np.zeros(
-                (len(slots), self.layout.num_layers, self.layout.kv_heads), dtype=np.uint32
-            )
-            for row, slot in zip(out, slots, strict=True):
-                row[:] = self._require_pinned(slot).crcs
-            return out
+            shape = (len(slots), self.layout.num_layers, self.layout.kv_heads)
+            sums = [self._require_pinned(slot).crcs for slot in slots]
+            return np.array(sums, dtype=np.uint32).reshape(shape)
 
     def grant(self, slot: Slot) -> None:
         """Count one more party that may touch the slot. See ``Tier``."""

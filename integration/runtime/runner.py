@@ -15,7 +15,7 @@ import torch
 
 from kvpool.errors import UsageError
 from kvpool.events import EventSink, ForwardRan, LayerComputed, NullSink
-from kvpool.integration.runtime.hf_cache import ATTENTION, LayerHook, PagedCache
+from kvpool.integration.runtime.hf_cache import ATTENTION, CACHE_ARGUMENT, LayerHook, PagedCache
 from kvpool.integration.runtime.model import ModelSpec
 from kvpool.tiers.gpu import GpuTier
 
@@ -125,14 +125,13 @@ class ModelRunner:
         self._traced = traced
         try:
             with torch.inference_mode():
-                mask = self._cache.begin(starts, count, [row.slots for row in rows], on_layer)
+                self._cache.begin(starts, count, [row.slots for row in rows], on_layer)
                 logits = self._model(
                     input_ids=ids,
-                    attention_mask=mask,
                     position_ids=positions,
                     use_cache=True,
                     logits_to_keep=1,
-                    **{self._cache_name: self._cache},
+                    **{self._cache_name: self._cache, CACHE_ARGUMENT: self._cache},
                 ).logits[:, -1]
         finally:
             self._traced = None

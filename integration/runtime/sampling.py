@@ -5,6 +5,7 @@ and on the logits, and on nothing else, so a request can move between workers in
 no state: (seed, drawn) is the state and travels with the request. Who calls it: both workers.
 """
 
+import math
 import struct
 from collections.abc import Sequence
 from typing import Any, Final
@@ -32,7 +33,8 @@ def check_sampling(sampling: Sampling) -> None:
 def uniform(seed: int, draw: int) -> float:
     """Return the number in [0, 1) that draw ``draw`` (0-based) of a request with ``seed`` uses."""
     digest = sha256(b"kvpool-draw-1" + struct.pack("<QQ", seed % 2**64, draw))
-    return (int.from_bytes(digest[:8], "little") >> (64 - _UNIFORM_BITS)) / 2**_UNIFORM_BITS
+    bits = int.from_bytes(digest[:8], "little") >> (64 - _UNIFORM_BITS)
+    return math.ldexp(bits, -_UNIFORM_BITS)
 
 
 def sample(
