@@ -1,0 +1,102 @@
+"""A tier that fails on purpose, by a seed. With its faults off it passes the suite of tiers."""
+
+import random
+import threading
+
+from kvpool.arena import Slot
+from kvpool.block import BlockHash
+from kvpool.errors import CapacityError
+from kvpool.memory import BlockView, Crcs, Span
+from kvpool.tiers.base import Tier, TierStats
+
+
+class FaultyTier(Tier):
+    """Wraps a tier in canonical order. Safe from any thread; a run of one thread is repeatable.
+
+    Args:
+        inner: The tier that does the work. This one closes it.
+        seed: Which calls fail, and which byte flips.
+        refuse: Probability that ``reserve`` raises CapacityError though there is room.
+        flip: Probability that ``commit`` publishes a block of which one byte has flipped since its
+            checksums were taken.
+
+    Attributes:
+        refused, flipped: Faults so far.
+    """
+
+    def __init__(self, inner: Tier, *, seed: int, refuse: float = 0.0, flip: float = 0.0) -> None:
+        self.name = inner.name
+        self.layout = inner.layout
+        self.refused = self.flipped = 0
+        self._inner = inner
+        self._random = random.Random(seed)
+        self._lock = threading.Lock()  # guards the random numbers and the counts
+        self._refuse = refuse
+        self._flip = flip
+
+    def reserve(self) -> Slot:
+        """Take a slot, or refuse."""
+        with self._lock:
+            if self._random.random() < self._refuse:
+                self.refused += 1
+                raise CapacityError("a fault was asked for: no room", tier=self.name)
+        return self._inner.reserve()
+
+    def commit(self, slot: Slot, key: BlockHash, parent: BlockHash | None, crcs: Crcs) -> bool:
+        """Publish a block, perhaps after a byte of it has flipped."""
+        with self._lock:
+            if self._random.random() < self._flip:
+                view = self._inner.view([slot], writable=True)
+                at = view.base + int(view.block_ids[0]) * view.block_stride
+                payload = Span(at, self.layout.block_bytes, view.owner).view()
+                payload[self._random.randrange(self.layout.block_bytes)] ^= 1 << 3
+                self.flipped += 1
+        return self._inner.commit(slot, key, parent, crcs)
+
+    def view(self, slots: list[Slot], *, writable: bool) -> BlockView:
+        """Pass on."""
+        return self._inner.view(slots, writable=writable)
+
+    def abort(self, slot: Slot) -> None:
+        """Pass on."""
+        self._inner.abort(slot)
+
+    def match(self, keys: bytes) -> int:
+        """Pass on."""
+        return self._inner.match(keys)
+
+    def pin(self, keys: bytes) -> list[Slot]:
+        """Pass on."""
+        return self._inner.pin(keys)
+
+    def unpin(self, slots: list[Slot]) -> None:
+        """Pass on."""
+        self._inner.unpin(slots)
+
+    def crcs(self, slots: list[Slot]) -> Crcs:
+        """Pass on."""
+        return self._inner.crcs(slots)
+
+    def grant(self, slot: Slot) -> None:
+        """Pass on."""
+        self._inner.grant(slot)
+
+    def settle(self, slot: Slot) -> None:
+        """Pass on."""
+        self._inner.settle(slot)
+
+    def drop(self, key: BlockHash, reason: str) -> bool:
+        """Pass on."""
+        return self._inner.drop(key, reason)
+
+    def evict(self, count: int) -> int:
+        """Pass on."""
+        return self._inner.evict(count)
+
+    def stats(self) -> TierStats:
+        """Pass on."""
+        return self._inner.stats()
+
+    def close(self) -> None:
+        """Close the inner tier."""
+        self._inner.close()
