@@ -1,6 +1,7 @@
 """The library reads no environment, sets up no logging, unpickles nothing, swallows nothing."""
 
 import ast
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -81,3 +82,19 @@ def test_other_text_is_found(tmp_path: Path) -> None:
     path = tmp_path / "odd.py"
     path.write_text("a = 1\nb = '\N{LATIN SMALL LETTER E WITH ACUTE}'\n", encoding="utf-8")
     assert not_ascii(path) == [f"{path}:2"]
+
+
+def machine_paths(text: str) -> list[str]:
+    """Return what a text names that exists on one machine only."""
+    return re.findall(r"(?<![\w.])/(?:root|work|home/\w+)/[\w./-]*", text)
+
+
+def test_no_path_of_a_machine() -> None:
+    wrong = [
+        f"{shown(path)}: {name}"
+        for path in project_files()
+        for name in machine_paths(path.read_text(encoding="utf-8"))
+    ]
+    assert not wrong, "\n".join(wrong)
+    planted = "/".join(("", "home", "me", "kvpool"))
+    assert machine_paths(f"see {planted} and build/work/x") == [planted]
