@@ -96,5 +96,5 @@ def test_no_path_of_a_machine() -> None:
         for name in machine_paths(path.read_text(encoding="utf-8"))
     ]
     assert not wrong, "\n".join(wrong)
-    planted = "/".join(("", "home", "me", "kvpool"))
+    planted = f"/{'home'}/me/kvpool"
     assert machine_paths(f"see {planted} and build/work/x") == [planted]
