@@ -22,6 +22,7 @@ from kvpool.errors import CapacityError, ClosedError, UsageError
 from kvpool.events import BlockEvicted, EventSink, NullSink
 from kvpool.memory import BlockView, Crcs
 from kvpool.tiers.base import Tier, TierStats
+from kvpool.tiers.dram import DROP_REASONS
 from kvpool.tiers.eviction import EvictionPolicy, LRUPolicy
 
 # Dimensions of ``GpuTier.arena``, outermost first. Blocks below this tier are in canonical order.
@@ -249,7 +250,9 @@ class GpuTier(Tier):
                 self._free.append(slot.index)
 
     def drop(self, key: BlockHash, reason: str) -> bool:
-        """Remove a block. See ``Tier``."""
+        """Remove a block; ``reason`` is one of ``DROP_REASONS``. See ``Tier``."""
+        if reason not in DROP_REASONS:
+            raise UsageError(f"reason {reason!r} is not one of {DROP_REASONS}")
         with self._lock:
             self._require_open()
             index = self._index.pop(key, None)
