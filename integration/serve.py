@@ -383,3 +383,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,283 @@
+"""A real kvpool-serve with all of its processes, for tests that need one, and ways to look into it."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Self
+
+import httpx
+
+from kvpool.client import protocol
+from kvpool.client.rpc import Caller
+from kvpool.errors import KVPoolError
+from kvpool.integration.runtime.handoff import STATUS, Empty, WorkerStatus
+
+# End a test that hangs; nothing here takes near as long, but a machine may be busy.
+START_S = 120.0
+WAIT_S = 60.0
+
+Role = Literal["prefill", "decode"]
+_SOCKETS = {"prefill": "p0.sock", "decode": "d0.sock"}
+_MODULES = {
+    "pool": "kvpool.server.main",
+    "prefill": "kvpool.integration.runtime.prefill",
+    "decode": "kvpool.integration.runtime.decode",
+}
+
+
+def until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
+    """Wait for a condition; the time only bounds a failing test."""
+    give_up = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < give_up, f"{what} did not come true within {timeout_s} s"
+        time.sleep(0.02)
+
+
+def demo_model_folder() -> Path:
+    """The demo's model, converted on the first use ever."""
+    from kvpool.integration.runtime.demo_model import demo_model
+
+    return demo_model(Path.home() / ".cache" / "kvpool")
+
+
+@dataclass(frozen=True)
+class Holdings:
+    """All that requests can hold in the three processes. Equal before and after, or it leaked."""
+
+    prefill_blocks_free: int
+    outbox_free: int
+    decode_blocks_free: int
+    running: int
+    pool_reserved: int
+    pool_quarantined: int
+    leases: int
+
+
+class ServeProcess:
+    """One kvpool-serve, from construction to ``stop``; it serves when the constructor returns."""
+
+    def __init__(self, *flags: str, name: str = "", model: Path | None = None) -> None:
+        self._home = tempfile.TemporaryDirectory(prefix="kvps-")
+        home = Path(self._home.name)
+        self.run_dir = home / "run"
+        self.trace_dir = home / "trace"
+        self.log = home / "log"
+        self.model = demo_model_folder() if model is None else model
+        self.name = name or self.model.name
+        self._log = self.log.open("wb")
+        self.process = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "kvpool.integration.serve", "--port", "0"),
+                *("--model", str(self.model), "--run-dir", str(self.run_dir)),
+                *("--trace-dir", str(self.trace_dir), "--dram", "256MiB", *flags),
+            ],
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            # What a terminal does: the launcher leads a group, and Ctrl-C goes to all of it.
+            start_new_session=True,
+            text=True,
+        )
+        self.http = httpx.Client(timeout=WAIT_S, trust_env=False)
+        self._callers: dict[str, Caller] = {}
+        try:
+            self.url = self._wait_for_url()
+        except BaseException:
+            self.stop()
+            raise
+        self.http.base_url = self.url
+
+    def _wait_for_url(self) -> str:
+        """Read what the launcher prints until it says where it serves."""
+        assert self.process.stdout is not None
+        timer = signal_after(START_S, self.process)
+        with timer:
+            for line in self.process.stdout:
+                if " at http://" in line:
+                    return line.split(" at ")[1].split("/v1")[0]
+        raise AssertionError(f"kvpool-serve did not start:\n{self.log.read_text()}")
+
+    # ---- looking in ------------------------------------------------------------------------------
+
+    def pids(self) -> dict[str, int]:
+        """Process ids of the children that live now, by name."""
+        found = {}
+        for pid in children(self.process.pid):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
+                found |= {name: pid for name, module in _MODULES.items() if module in command}
+        return found
+
+    def status(self, role: Role) -> WorkerStatus:
+        """What a worker says of itself."""
+        return self._caller(_SOCKETS[role]).call(STATUS, Empty(), WAIT_S)
+
+    def pool_stats(self) -> dict[str, int]:
+        """What the pool says of itself."""
+        reply = self._caller(protocol.CONTROL_SOCKET).call(protocol.STATS, protocol.Done(), WAIT_S)
+        return reply.stats
+
+    def holdings(self) -> Holdings:
+        """All that requests hold now."""
+        prefill, decode, pool = self.status("prefill"), self.status("decode"), self.pool_stats()
+        return Holdings(
+            prefill_blocks_free=prefill.blocks_free,
+            outbox_free=prefill.outbox_free,
+            decode_blocks_free=decode.blocks_free,
+            running=prefill.running + prefill.waiting + decode.running + decode.waiting,
+            pool_reserved=pool["reserved"],
+            pool_quarantined=pool["quarantined"],
+            leases=pool["leases"],
+        )
+
+    def wait_idle(self) -> Holdings:
+        """Wait until nothing is held by any request."""
+
+        def idle() -> bool:
+            try:
+                held, prefill = self.holdings(), self.status("prefill")
+            except KVPoolError:
+                return False  # a worker that was killed is not back yet
+            return (
+                held.prefill_blocks_free == prefill.blocks
+                and held.outbox_free == prefill.outbox_slots
+                and held.decode_blocks_free == self.status("decode").blocks
+                and held.running == held.pool_reserved == held.pool_quarantined == held.leases == 0
+            )
+
+        until(idle, "all blocks, slots and leases are free")
+        return self.holdings()
+
+    def wait_healthy(self) -> None:
+        """Wait until ``/health`` says that all is well."""
+        until(lambda: self.http.get("/health").status_code == 200, "the server is healthy")
+
+    def events(self, role: Role) -> list[dict[str, Any]]:
+        """All events that a worker has written."""
+        file = self.trace_dir / f"{role}.jsonl"
+        return [json.loads(line) for line in file.read_text().splitlines()]
+
+    def _caller(self, socket: str) -> Caller:
+        if socket not in self._callers:
+            self._callers[socket] = Caller(f"unix:{self.run_dir / socket}")
+        return self._callers[socket]
+
+    # ---- asking ----------------------------------------------------------------------------------
+
+    def complete(self, prompt: str | list[int], **fields: object) -> dict[str, Any]:
+        """One completion, not streamed; greedy."""
+        body = {"prompt": prompt, "temperature": 0, **fields}
+        answer = self.http.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    def chat(self, messages: list[dict[str, str]], **fields: object) -> dict[str, Any]:
+        """One chat completion, not streamed; greedy."""
+        body = {"messages": messages, "temperature": 0, **fields}
+        answer = self.http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        found: dict[str, Any] = answer.json()
+        return found
+
+    @contextlib.contextmanager
+    def stream(
+        self, prompt: str | list[int], **fields: object
+    ) -> Iterator[Iterator[dict[str, Any]]]:
+        """One streamed completion: an iterator of its chunks, ended by [DONE]. Leaving it hangs up."""
+        body = {"prompt": prompt, "temperature": 0, "stream": True, **fields}
+        with self.http.stream("POST", "/v1/completions", json=body) as answer:
+            assert answer.status_code == 200, answer.read()
+            yield chunks(answer.iter_lines())
+
+    # ---- the end ---------------------------------------------------------------------------------
+
+    def stop(self) -> int:
+        """Ask it to end, and return its exit status."""
+        self.http.close()
+        for caller in self._callers.values():
+            caller.close()
+        try:
+            if self.process.poll() is None:
+                self.process.terminate()
+            return self.process.wait(WAIT_S)
+        finally:
+            self.process.kill()
+            self.process.wait(WAIT_S)
+            assert self.process.stdout is not None
+            self.process.stdout.close()
+            self._log.close()
+            self._home.cleanup()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is not None:
+            sys.stderr.write(self.log.read_text())
+        self.stop()
+
+
+def chunks(lines: Iterator[str]) -> Iterator[dict[str, Any]]:
+    """Read server-sent events up to [DONE]."""
+    for line in lines:
+        if not line:
+            continue
+        assert line.startswith("data: "), line
+        if line == "data: [DONE]":
+            return
+        yield json.loads(line.removeprefix("data: "))
+    raise AssertionError("the stream ended without [DONE]")
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of the children of a process."""
+    found: list[int] = []
+    for file in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            found += [int(word) for word in file.read_text().split()]
+    return found
+
+
+def alive(pid: int) -> bool:
+    """Say whether a process lives: a zombie does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@contextlib.contextmanager
+def signal_after(timeout_s: float, process: subprocess.Popen[str]) -> Iterator[None]:
+    """Kill a process that takes longer, so that reading its output ends."""
+    import threading
+
+    timer = threading.Timer(timeout_s, process.kill)
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextlib.contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """Keep a process stopped inside the block."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
