@@ -294,7 +294,8 @@ class HostTransport(Transport):
         except BlockingIOError:
             return
         except (KVPoolError, OSError) as error:
-            logger.warning("refused process %d: %s", pid, error)
+            # As text: whoever keeps the record would keep what the peer sent mapped.
+            logger.warning("refused process %d: %s", pid, str(error))
             with contextlib.suppress(OSError, ValueError):
                 handshake.send(sock, Refusal(reason=str(error)[:256]))
             self._handshakes.pop(number, None)

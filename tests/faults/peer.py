@@ -1,0 +1,217 @@
+"""A peer process for tests: does what it is told, one JSON line a command, until its stdin ends.
+
+Run as ``python -m tests.faults.peer``. The test's side is ``Peer``.
+"""
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Final
+
+import numpy as np
+
+from kvpool.arena import Arena, Slot
+from kvpool.block import BlockLayout
+from kvpool.completion import Completion
+from kvpool.errors import KVPoolError
+from kvpool.events import NullSink
+from kvpool.memory import BlockView
+from kvpool.testing.blocks import payload, view_of
+from kvpool.testing.transport_suite import publish
+from kvpool.transfer.base import Endpoint
+from kvpool.transfer.host import HostTransport
+from kvpool.transfer.layerwise import LayerReceiver, LayerSender, Outbox, StreamHub
+from kvpool.transfer.stream_wire import slice_layout
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+# Small, and large enough that a stream of it takes many turns of a small outbox.
+LAYOUT: Final = BlockLayout(num_layers=6, kv_heads=2, block_tokens=16, k_dim=16, v_dim=16)
+BLOCKS: Final = 40
+SEED: Final = 11
+# Ends a test that hangs; what is tested has far shorter deadlines.
+WAIT_S: Final = 30.0
+
+Value = int | str | bool | None
+
+
+class Peer:
+    """The test's side of one peer process."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.faults.peer"],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._stdin: IO[bytes] = self._process.stdin
+        self._stdout: IO[bytes] = self._process.stdout
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    def do(self, command: str, **arguments: Value) -> Value:
+        """Run a command and return its answer."""
+        self.start(command, **arguments)
+        return self.answer()
+
+    def start(self, command: str, **arguments: Value) -> None:
+        """Send a command without waiting for its answer."""
+        self._stdin.write(json.dumps([command, arguments]).encode() + b"\n")
+        self._stdin.flush()
+
+    def answer(self) -> Value:
+        """Wait for the answer of a command."""
+        ready, _, _ = select.select([self._stdout], [], [], WAIT_S)
+        assert ready, "the peer does not answer"
+        line = self._stdout.readline()
+        assert line, "the peer has died"
+        value: Value = json.loads(line)
+        return value
+
+    def stop(self) -> None:
+        """Stop it (SIGSTOP), and wait until it is stopped."""
+        os.kill(self.pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, self.pid, os.WSTOPPED)
+
+    def resume(self) -> None:
+        """Let it run again."""
+        os.kill(self.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """Kill it as -9 does, and wait for its end."""
+        self._process.kill()
+        self._process.wait(WAIT_S)
+
+    def close(self) -> None:
+        """Kill it and close the pipes."""
+        self.kill()
+        with contextlib.suppress(BrokenPipeError):
+            self._stdin.close()
+        self._stdout.close()
+
+
+@contextlib.contextmanager
+def peer() -> Iterator[Peer]:
+    """Start a peer process and end it."""
+    process = Peer()
+    try:
+        yield process
+    finally:
+        process.close()
+
+
+class _Commands:
+    """The process's side: its transport and what has been made with it."""
+
+    def __init__(self) -> None:
+        self.transport = HostTransport("peer")
+        self.hub = StreamHub(NullSink())
+        self.endpoints: list[Endpoint] = []
+        self.arenas: list[Arena] = []
+        self.slots: list[Slot] = []
+        self.out = np.zeros((BLOCKS, LAYOUT.block_bytes), dtype=np.uint8)
+        self.reads: list[Completion[int]] = []
+        self.sender: LayerSender | None = None
+        self.receiver: LayerReceiver | None = None
+        self.outbox: Outbox | None = None
+
+    def view(self) -> BlockView:
+        return view_of(LAYOUT, self.out)
+
+    def listen(self, path: str) -> str:
+        """Listen and use every connection for streams."""
+
+        def connected(endpoint: Endpoint) -> None:
+            self.endpoints.append(endpoint)
+            self.hub.attach(endpoint)
+
+        self.transport.listen(path, connected)
+        return self.transport.incarnation.hex()
+
+    def connect(self, path: str) -> str:
+        endpoint = self.transport.connect(path, WAIT_S)
+        self.endpoints.append(endpoint)
+        self.hub.attach(endpoint)
+        return self.transport.incarnation.hex()
+
+    def publish(self, blocks: int) -> str:
+        """Put payloads of SEED into a new arena; answer the generations."""
+        arena = Arena(LAYOUT, blocks, self.transport.incarnation)
+        self.arenas.append(arena)
+        self.slots = publish(arena, payload(LAYOUT, blocks, SEED))
+        self.transport.register(arena)
+        return json.dumps([[slot.index, slot.generation] for slot in self.slots])
+
+    def expect(self, request: str, deadline_s: float) -> None:
+        self.receiver = self.hub.expect(request, self.view(), deadline_s=deadline_s)
+
+    def received(self) -> str:
+        """Wait for the stream's end."""
+        assert self.receiver is not None
+        try:
+            return self.receiver.completion.wait(WAIT_S).decode()
+        except KVPoolError as error:
+            return type(error).__name__
+
+    def exact(self) -> bool:
+        return bool((self.out == payload(LAYOUT, BLOCKS, SEED)).all())
+
+    def open(self, request: str, slots: int, deadline_s: float) -> None:
+        self.outbox = Outbox(self.transport, slice_layout(LAYOUT), slots)
+        self.out[:] = payload(LAYOUT, BLOCKS, SEED)
+        self.sender = self.hub.open(
+            self.endpoints[0], request, self.outbox, LAYOUT, BLOCKS, deadline_s=deadline_s
+        )
+
+    def send(self, layers: int) -> str:
+        """Send the first ``layers`` layers."""
+        assert self.sender is not None
+        try:
+            for layer in range(layers):
+                self.sender.send(layer, 0, self.view(), chunk=0)
+        except KVPoolError as error:
+            return type(error).__name__
+        return "sent"
+
+    def finish(self, deadline_s: float) -> str:
+        assert self.sender is not None
+        try:
+            self.sender.finish(b"the end", deadline_s=deadline_s)
+        except KVPoolError as error:
+            self.sender.abort("failed")
+            return type(error).__name__
+        return "finished"
+
+    def outbox_free(self) -> int:
+        """Wait until every slot of the outbox is free, or not."""
+        assert self.outbox is not None
+        for _ in range(int(WAIT_S * 100)):
+            if self.outbox.counts().free == self.outbox.arena.slot_count:
+                break
+            time.sleep(0.01)
+        return self.outbox.counts().free
+
+
+def main() -> None:
+    """Run commands until stdin ends."""
+    commands = _Commands()
+    for line in sys.stdin:
+        name, arguments = json.loads(line)
+        answer = getattr(commands, name)(**arguments)
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
