@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpool.base import Match
+from kvpool.base import Match, StoreResult
 from kvpool.client.remote import RemotePool, connect
 from kvpool.completion import Completion
 from kvpool.config import TransferConfig
@@ -97,7 +97,9 @@ def load_all(pool: RemotePool, number: int) -> int:
     return delivered
 
 
-def end_of(completion: Completion[object]) -> object:
+def end_of(
+    completion: Completion[int] | Completion[StoreResult],
+) -> int | StoreResult | KVPoolError:
     """Wait for the end and return the result, or the typed error."""
     try:
         return completion.wait(WAIT_S)

@@ -152,7 +152,7 @@ def test_streams(tmp_path: Path) -> None:
         handlers.cancelled.clear()
         replies = caller.stream(COUNT, Ask(100), 30)
         assert (await anext(aiter(replies))).number == 0
-        await replies.aclose()  # type: ignore[attr-defined]  # an async generator
+        await replies.aclose()
         await asyncio.wait_for(handlers.cancelled.wait(), 5)
         await caller.close()
 
