@@ -1,0 +1,83 @@
+"""The command ``kvpool``: benchmarks, a look into a running server, the version.
+
+Owns arguments and output; what a subcommand does lives elsewhere. Who calls it: people.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from kvpool.cli import bench
+from kvpool.client import protocol
+from kvpool.client.rpc import Caller
+from kvpool.errors import KVPoolError
+
+_STATS_TIMEOUT_S: Final = 5.0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kvpool", description="A tiered pool of KV cache blocks.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    made = commands.add_parser("bench", help="measure this machine against plain references")
+    made.add_argument("subject", choices=sorted(bench.SUBJECTS))
+    made.add_argument("--json", action="store_true", help="one JSON object a line")
+    made.add_argument("--only", default="*", metavar="GLOB", help="rows to measure, by name")
+    made.add_argument("--quick", action="store_true", help="for a look, never for a bar")
+    made.set_defaults(run=_bench)
+    made = commands.add_parser("stats", help="show what a running server holds")
+    made.add_argument("--run-dir", type=Path, required=True, help="the server's folder")
+    made.add_argument("--json", action="store_true", help="as one JSON object")
+    made.set_defaults(run=_stats)
+    made = commands.add_parser("version", help="show the version")
+    made.set_defaults(run=_version)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one subcommand; return the exit status."""
+    arguments = _parser().parse_args(argv)
+    try:
+        arguments.run(arguments)
+    except KVPoolError as error:
+        print(f"kvpool: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 1
+    return 0
+
+
+def _bench(arguments: argparse.Namespace) -> None:
+    pairs = bench.PAIRS_QUICK if arguments.quick else bench.PAIRS
+    cases = bench.cases_of(arguments.subject, arguments.quick)
+    if not arguments.json:
+        print(bench.HEADER, flush=True)
+    for row in bench.run(cases, arguments.only, pairs):
+        shown = msgspec.json.encode(row).decode() if arguments.json else bench.line(row)
+        print(shown, flush=True)
+
+
+def _stats(arguments: argparse.Namespace) -> None:
+    caller = Caller(f"unix:{arguments.run_dir.absolute() / protocol.CONTROL_SOCKET}")
+    try:
+        reply = caller.call(protocol.STATS, protocol.Done(), _STATS_TIMEOUT_S)
+    finally:
+        caller.close()
+    counts = {**reply.stats, **reply.extra}
+    if arguments.json:
+        print(msgspec.json.encode(counts).decode())
+        return
+    for name, count in counts.items():
+        print(f"{name:<16} {count:>12}")
+
+
+def _version(arguments: argparse.Namespace) -> None:
+    print(version("kvpool"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
