@@ -15,7 +15,7 @@ import msgspec
 from kvpool.cli import bench
 from kvpool.client import protocol
 from kvpool.client.rpc import Caller
-from kvpool.errors import KVPoolError
+from kvpool.errors import KVPoolError, PeerUnreachableError, UnavailableError
 
 _STATS_TIMEOUT_S: Final = 5.0
 
@@ -65,6 +65,10 @@ def _stats(arguments: argparse.Namespace) -> None:
     caller = Caller(f"unix:{arguments.run_dir.absolute() / protocol.CONTROL_SOCKET}")
     try:
         reply = caller.call(protocol.STATS, protocol.Done(), _STATS_TIMEOUT_S)
+    except UnavailableError as error:
+        raise PeerUnreachableError(
+            f"no server answers in {arguments.run_dir}: start one with kvpool-server --run-dir"
+        ) from error
     finally:
         caller.close()
     counts = {**reply.stats, **reply.extra}

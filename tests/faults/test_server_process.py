@@ -1,5 +1,6 @@
 """The server as a process: its folder, its flags, its end."""
 
+import json
 import os
 import signal
 import socket
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kvpool.cli.main import main
 from kvpool.client.remote import connect
 from kvpool.errors import PeerUnreachableError
 from tests.faults.pool_client import LAYOUT, PATIENT, chain_of, store
@@ -162,6 +164,19 @@ def test_metrics_and_trace(run_dir: Path, tmp_path: Path) -> None:
             shown = reply.read().decode()
         assert 'kvpool_server_request_seconds_count{method="store",outcome="ok"} 1.0' in shown
         until(lambda: b'"event":"PeerLost"' in trace.read_bytes(), "the client's end is traced")
+
+
+def test_the_command_line_shows_what_a_server_holds(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with ServerProcess(run_dir, DRAM_BYTES):
+        assert main(["stats", "--run-dir", str(run_dir), "--json"]) == 0
+        assert json.loads(capsys.readouterr().out)["slots"] == 0, "no layout is known yet"
+        with connect(run_dir, LAYOUT, WAIT_S, config=PATIENT) as pool:
+            blocks = store(pool, 1)
+            assert main(["stats", "--run-dir", str(run_dir)]) == 0
+        shown = dict(line.split() for line in capsys.readouterr().out.splitlines())
+        assert (shown["slots"], shown["ready"], shown["clients"]) == ("64", str(blocks), "1")
 
 
 def test_it_ends_in_time_while_the_arena_is_opened(run_dir: Path) -> None:
