@@ -7,6 +7,8 @@ operation drives it through a ``CompletionSource``. Who calls it: transfer, pool
 # A completion and its source are two sides of one state.
 
 import asyncio
+import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -14,6 +16,7 @@ from typing import Generic, TypeVar
 
 from kvpool.errors import CancelledTransferError, TransferTimeoutError
 
+logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
@@ -105,7 +108,12 @@ class Completion(Generic[T]):
             if not ended.done():
                 ended.set_result(None)
 
-        self.add_done_callback(lambda: loop.call_soon_threadsafe(tell))
+        def wake() -> None:
+            # A loop that closed meanwhile has nobody left to tell.
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(tell)
+
+        self.add_done_callback(wake)
         yield from ended
         return self.result()
 
@@ -150,7 +158,11 @@ class CompletionSource(Generic[T]):
             callbacks, target._callbacks = target._callbacks, []
             target._condition.notify_all()
         for callback in callbacks:
-            callback()
+            try:
+                callback()
+            except Exception:
+                # It ran in the wrong thread for anybody to catch; the others are owed their call.
+                logger.exception("a callback of a completion failed")
         return True
 
 
