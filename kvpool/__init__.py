@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvpool.base import BlockPool, Chain, Lease, Match, PoolStats, StoreResult
 from kvpool.block import BlockLayout, Namespace
 from kvpool.completion import Completion
-from kvpool.config import PoolConfig
+from kvpool.config import PoolConfig, TransferConfig
 from kvpool.errors import KVPoolError
 from kvpool.memory import BlockView, Span
 from kvpool.pool import Pool
@@ -32,6 +32,7 @@ __all__ = [
     "PoolStats",
     "Span",
     "StoreResult",
+    "TransferConfig",
     "connect",
 ]
 
@@ -42,3 +43,7 @@ def __getattr__(name: str) -> object:
 
         return connect
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -112,7 +112,8 @@ def run(cases: Iterable[Case], only: str, pairs: int) -> Iterator[Row]:
 
 def measure(case: Case, sides: Sides, pairs: int) -> Row:
     """Measure one case in ABBA order, after one run of each that does not count."""
-    sides.value(), sides.reference()
+    sides.value()
+    sides.reference()
     values: list[float] = []
     references: list[float] = []
     for pair in range(pairs):

@@ -5,7 +5,7 @@ A prompt of 131,072 tokens in blocks of 16, as a uint32 array, all of it in the 
 
 import hashlib
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Final
 
@@ -65,5 +65,5 @@ class _Match:
 
 
 @contextmanager
-def _open() -> Iterator[Sides]:
+def _open() -> Generator[Sides, None, None]:
     yield _Match()

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -64,7 +64,7 @@ class Spans:
 
 
 @contextmanager
-def copy_reference() -> Iterator[CopyReference]:
+def copy_reference() -> Generator[CopyReference, None, None]:
     """Compile and load the reference copy. Raises UsageError where that cannot be done."""
     source = _FOLDER / "copy.c"
     compiler = shutil.which("gcc") or shutil.which("cc")

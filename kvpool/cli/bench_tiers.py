@@ -5,7 +5,7 @@ cache. The pool copies one operation on one thread, so the reference has one.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from functools import partial
 from typing import Final
@@ -42,7 +42,7 @@ def cases(quick: bool) -> list[Case]:
 
 
 @contextmanager
-def _open(job: str, layers: int) -> Iterator[Sides]:
+def _open(job: str, layers: int) -> Generator[Sides, None, None]:
     layout = BlockLayout(
         num_layers=layers, kv_heads=8, block_tokens=16, k_dim=128, v_dim=128, dtype="bfloat16"
     )

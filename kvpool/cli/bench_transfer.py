@@ -6,7 +6,7 @@ read-only, as a peer maps it. Every sample moves 32 MiB; sources and destination
 
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -44,7 +44,7 @@ def cases(quick: bool) -> list[Case]:
 
 
 @contextmanager
-def _open(size: int) -> Iterator[Sides]:
+def _open(size: int) -> Generator[Sides, None, None]:
     # One head of 16 tokens, as wide as a slot must be.
     layout = BlockLayout(
         num_layers=1, kv_heads=1, block_tokens=16, k_dim=size // 32, v_dim=size // 32, dtype="uint8"
