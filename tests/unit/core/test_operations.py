@@ -1,0 +1,137 @@
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from kvpool.completion import CompletionSource
+from kvpool.errors import (
+    CancelledTransferError,
+    CapacityError,
+    ClosedError,
+    CorruptionError,
+    InternalError,
+    TransferTimeoutError,
+)
+from kvpool.operations import Operations
+
+WAIT_S = 20.0
+
+
+@pytest.fixture
+def operations() -> Iterator[Operations]:
+    operations = Operations(threads=1, operations_max=2)
+    yield operations
+    operations.close(WAIT_S)
+
+
+def test_a_result_ends_the_completion(operations: Operations) -> None:
+    source: CompletionSource[str] = CompletionSource()
+    operations.enter()
+    done = operations.run(source, lambda: threading.current_thread().name)
+    assert done.wait(WAIT_S).startswith("kvpool-copy")
+
+
+def test_an_error_of_ours_ends_it_as_it_is(operations: Operations) -> None:
+    def work() -> int:
+        raise CorruptionError("a flipped bit")
+
+    operations.enter()
+    with pytest.raises(CorruptionError, match="flipped"):
+        operations.run(CompletionSource[int](), work).wait(WAIT_S)
+
+
+def test_any_other_error_is_a_bug_of_ours(
+    operations: Operations, caplog: pytest.LogCaptureFixture
+) -> None:
+    operations.enter()
+    with pytest.raises(InternalError, match="ZeroDivisionError") as caught:
+        operations.run(CompletionSource[int](), lambda: 1 // 0).wait(WAIT_S)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    assert "failed" in caplog.text
+
+
+def test_more_than_the_limit_is_refused(operations: Operations) -> None:
+    gate = threading.Event()
+    started = [CompletionSource[bool](), CompletionSource[bool]()]
+    for source in started:
+        operations.enter()
+        operations.run(source, lambda: gate.wait(WAIT_S))
+    with pytest.raises(CapacityError, match="2 loads and stores"):
+        operations.enter()
+    gate.set()
+    for source in started:
+        assert source.completion.wait(WAIT_S)
+    operations.enter()
+    operations.leave()
+
+
+def test_a_look_raises_what_ends_the_operation(operations: Operations) -> None:
+    source: CompletionSource[int] = CompletionSource()
+    look = operations.look(source, WAIT_S)
+    look()
+    source.completion.cancel()
+    with pytest.raises(CancelledTransferError):
+        look()
+    with pytest.raises(TransferTimeoutError):
+        operations.look(CompletionSource[int](), 0)()
+    operations.close(WAIT_S)
+    with pytest.raises(ClosedError):
+        look()
+
+
+def test_close_waits_for_what_is_under_way_and_ends_what_is_queued(operations: Operations) -> None:
+    running, gate = threading.Event(), threading.Event()
+    first: CompletionSource[int] = CompletionSource()
+    second: CompletionSource[int] = CompletionSource()
+
+    def work() -> int:
+        running.set()
+        assert gate.wait(WAIT_S)
+        return 1
+
+    def look_first() -> int:
+        operations.look(second, WAIT_S)()
+        return 2
+
+    operations.enter()
+    operations.run(first, work)
+    operations.enter()
+    operations.run(second, look_first)
+    assert running.wait(WAIT_S)
+    closing = threading.Thread(target=operations.close, args=(WAIT_S,))
+    closing.start()
+    assert not first.completion.done()
+    while not operations._closed:
+        assert closing.is_alive()
+    gate.set()
+    closing.join(WAIT_S)
+    assert not closing.is_alive()
+    assert first.completion.result() == 1
+    with pytest.raises(ClosedError):
+        second.completion.result()
+    with pytest.raises(ClosedError):
+        operations.enter()
+
+
+def test_close_gives_up_after_its_time(operations: Operations) -> None:
+    gate = threading.Event()
+    source: CompletionSource[bool] = CompletionSource()
+    operations.enter()
+    operations.run(source, lambda: gate.wait(WAIT_S))
+    operations.close(0.01)
+    assert not source.completion.done()
+    gate.set()
+    assert source.completion.wait(WAIT_S)
+
+
+def test_an_operation_entered_before_close_still_ends(operations: Operations) -> None:
+    source: CompletionSource[int] = CompletionSource()
+    operations.enter()
+    operations.close(0)
+
+    def work() -> int:
+        operations.look(source, WAIT_S)()
+        return 1
+
+    with pytest.raises(ClosedError):
+        operations.run(source, work).wait(0)

@@ -1,0 +1,380 @@
+import os
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from kvpool.arena import Arena, Slot
+from kvpool.base import Chain
+from kvpool.block import BlockLayout, new_incarnation
+from kvpool.clock import ManualClock
+from kvpool.config import PoolConfig
+from kvpool.errors import (
+    CancelledTransferError,
+    CapacityError,
+    ClosedError,
+    ConfigError,
+    InternalError,
+    LeaseExpiredError,
+    TransferTimeoutError,
+    UsageError,
+)
+from kvpool.events import BlockEvicted, ListSink
+from kvpool.index.prefix import PrefixIndex
+from kvpool.memory import BlockView, Crcs, Span, copy_blocks
+from kvpool.pool import BATCH_BYTES, Pool
+from kvpool.testing.blocks import SMALL_LAYOUT, Payload, key, namespace, payload, view_of
+from kvpool.tiers.dram import DramTier
+
+WAIT_S = 20.0
+SLOTS = 6
+PAGE = 4096
+
+
+def config(**limits: float) -> PoolConfig:
+    return PoolConfig(dram_bytes=SLOTS * PAGE, **limits)  # type: ignore[arg-type]  # whole numbers
+
+
+@pytest.fixture
+def pool() -> Iterator[Pool]:
+    with Pool.open(SMALL_LAYOUT, config()) as pool:
+        yield pool
+
+
+def chain_of(pool: Pool, blocks: int, salt: str = "") -> Chain:
+    tokens = list(range(blocks * pool.layout.block_tokens))
+    return pool.chain(namespace(pool.layout, salt), tokens)
+
+
+def store(pool: Pool, chain: Chain, seed: int = 1) -> Payload:
+    blocks = payload(pool.layout, len(chain), seed)
+    result = pool.store(chain, view_of(pool.layout, blocks), deadline_s=WAIT_S).wait(WAIT_S)
+    assert result.stored == len(chain)
+    return blocks
+
+
+def empty(blocks: Payload) -> tuple[Payload, BlockView]:
+    out = np.zeros_like(blocks)
+    return out, view_of(SMALL_LAYOUT, out)
+
+
+def flip_a_byte(pool: Pool, slot: Slot, layer: int) -> None:
+    assert isinstance(pool.tier, DramTier)
+    view = pool.tier.arena.view([slot])
+    address = view.base + slot.index * view.block_stride + layer * view.layer_stride
+    Span(address, pool.layout.layer_bytes, view.owner).view()[5] ^= 4
+
+
+def slots_of(pool: Pool, chain: Chain) -> list[Slot]:
+    slots = pool.tier.pin(chain.hashes)
+    pool.tier.unpin(slots)
+    return slots
+
+
+class GatedTier(DramTier):
+    """Holds every reader at ``crcs`` and every writer at ``reserve`` until the gate opens."""
+
+    def __init__(self) -> None:
+        super().__init__(Arena(SMALL_LAYOUT, SLOTS, new_incarnation()), PrefixIndex(SLOTS))
+        self.gate = threading.Event()
+        self.reached = threading.Event()
+        self.gate.set()
+
+    def crcs(self, slots: list[Slot]) -> Crcs:
+        self.wait()
+        return super().crcs(slots)
+
+    def reserve(self) -> Slot:
+        self.wait()
+        return super().reserve()
+
+    def wait(self) -> None:
+        self.reached.set()
+        assert self.gate.wait(WAIT_S)
+
+    def shut(self) -> None:
+        self.gate.clear()
+        self.reached.clear()
+
+
+# ---- opening --------------------------------------------------------------------------------------
+
+
+def test_the_bytes_asked_for_become_whole_slots() -> None:
+    with Pool.open(SMALL_LAYOUT, PoolConfig(dram_bytes=3 * PAGE - 1)) as pool:
+        assert pool.stats().slots == 2
+
+
+def test_bytes_for_less_than_a_block_are_refused() -> None:
+    with pytest.raises(ConfigError) as refused:
+        Pool.open(SMALL_LAYOUT, PoolConfig(dram_bytes=PAGE - 1))
+    assert refused.value.key == "pool.dram_bytes"
+
+
+# Python 3.12 warns of a fork beside threads; this child takes no lock and never returns.
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
+def test_a_forked_child_is_told_to_open_its_own(pool: Pool) -> None:
+    chain = chain_of(pool, 1)
+    child = os.fork()
+    if child == 0:
+        try:
+            pool.match(chain)
+        except UsageError:
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+# ---- corrupt blocks -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layer", range(SMALL_LAYOUT.num_layers))
+def test_a_corrupt_block_cuts_the_load_and_leaves(layer: int) -> None:
+    events = ListSink()
+    with Pool.open(SMALL_LAYOUT, config(), events=events) as pool:
+        chain = chain_of(pool, 4)
+        blocks = store(pool, chain)
+        flip_a_byte(pool, slots_of(pool, chain)[2], layer)
+        out, dest = empty(blocks)
+        with pool.lease(pool.match(chain), WAIT_S) as lease:
+            assert pool.load(lease, dest, deadline_s=WAIT_S).wait(WAIT_S) == 2
+            np.testing.assert_array_equal(out[:2], blocks[:2])
+            assert pool.match(chain).blocks == 2
+            assert pool.load(lease, dest, deadline_s=WAIT_S).wait(WAIT_S) == 2
+            tail = pool.load(lease, dest.take(0, 1), first=3, deadline_s=WAIT_S)
+            assert tail.wait(WAIT_S) == 1
+        assert pool.stats().corruptions == 1
+        told = [event.reason for event in events.events if isinstance(event, BlockEvicted)]
+        assert told == ["corrupt"]
+
+
+def test_a_chain_whose_first_block_is_corrupt_delivers_nothing(pool: Pool) -> None:
+    chain = chain_of(pool, 3)
+    blocks = store(pool, chain)
+    flip_a_byte(pool, slots_of(pool, chain)[0], 1)
+    with pool.lease(pool.match(chain), WAIT_S) as lease:
+        done = pool.load(lease, empty(blocks)[1], deadline_s=WAIT_S)
+        assert done.wait(WAIT_S) == 0
+        assert done.layers_ready() == 1
+    store(pool, chain)
+    assert pool.match(chain).blocks == 3
+
+
+def test_a_block_stored_anew_outlives_a_second_load_of_the_old_one(pool: Pool) -> None:
+    chain = chain_of(pool, 1)
+    blocks = store(pool, chain)
+    flip_a_byte(pool, slots_of(pool, chain)[0], 0)
+    with pool.lease(pool.match(chain), WAIT_S) as lease:
+        dest = empty(blocks)[1]
+        assert pool.load(lease, dest, deadline_s=WAIT_S).wait(WAIT_S) == 0
+        store(pool, chain)
+        assert pool.load(lease, dest, deadline_s=WAIT_S).wait(WAIT_S) == 0
+        assert pool.match(chain).blocks == 1
+
+
+# ---- leases ---------------------------------------------------------------------------------------
+
+
+def test_a_lease_runs_out_by_the_clock() -> None:
+    clock = ManualClock()
+    with Pool.open(SMALL_LAYOUT, config(), clock=clock) as pool:
+        chain = chain_of(pool, SLOTS)
+        blocks = store(pool, chain)
+        lease = pool.lease(pool.match(chain), 10)
+        clock.advance(9.9)
+        out, dest = empty(blocks)
+        assert pool.load(lease, dest, deadline_s=WAIT_S).wait(WAIT_S) == SLOTS
+        np.testing.assert_array_equal(out, blocks)
+        clock.advance(0.1)
+        with pytest.raises(LeaseExpiredError):
+            pool.load(lease, dest, deadline_s=WAIT_S)
+        store(pool, chain_of(pool, SLOTS, salt="b"), seed=2)
+        assert pool.stats().leases == 0
+
+
+def test_a_lease_that_runs_out_in_mid_load_keeps_its_blocks_to_the_end() -> None:
+    tier = GatedTier()
+    clock = ManualClock()
+    with Pool(tier, config(), clock=clock) as pool:
+        chain = chain_of(pool, SLOTS)
+        blocks = store(pool, chain)
+        lease = pool.lease(pool.match(chain), 10)
+        tier.shut()
+        out, dest = empty(blocks)
+        done = pool.load(lease, dest, deadline_s=WAIT_S)
+        assert tier.reached.wait(WAIT_S)
+        clock.advance(11)
+        assert pool.leases.expire() == 0
+        assert tier.evict(SLOTS) == 0
+        tier.gate.set()
+        assert done.wait(WAIT_S) == SLOTS
+        np.testing.assert_array_equal(out, blocks)
+        assert pool.stats().leases == 0
+        assert tier.evict(SLOTS) == SLOTS
+
+
+def test_the_quota_of_leased_bytes_is_kept() -> None:
+    with Pool.open(SMALL_LAYOUT, config(lease_bytes_max=2 * SMALL_LAYOUT.block_bytes)) as pool:
+        chain = chain_of(pool, 3)
+        store(pool, chain)
+        with pytest.raises(CapacityError, match="quota|leased bytes"):
+            pool.lease(pool.match(chain), 10)
+        with pool.lease(pool.match(chain_of(pool, 2)), 10) as lease:
+            assert lease.blocks == 2
+        assert pool.stats().extra == {"pins": 0, "lease_bytes": 0}
+
+
+def test_a_lease_of_another_pool_is_refused(pool: Pool) -> None:
+    with Pool.open(SMALL_LAYOUT, config()) as other:
+        chain = chain_of(other, 1)
+        blocks = store(other, chain)
+        store(pool, chain)
+        with other.lease(other.match(chain), 10) as lease, pytest.raises(UsageError):
+            pool.load(lease, empty(blocks)[1], deadline_s=WAIT_S)
+
+
+# ---- ends -----------------------------------------------------------------------------------------
+
+
+def test_a_load_in_flight_ends_at_cancel_and_holds_its_pins_until_then() -> None:
+    tier = GatedTier()
+    with Pool(tier) as pool:
+        chain = chain_of(pool, 2)
+        blocks = store(pool, chain)
+        lease = pool.lease(pool.match(chain), WAIT_S)
+        tier.shut()
+        done = pool.load(lease, empty(blocks)[1], deadline_s=WAIT_S)
+        assert tier.reached.wait(WAIT_S)
+        lease.close()
+        done.cancel()
+        assert not done.done()
+        assert tier.stats().pins == 2
+        tier.gate.set()
+        with pytest.raises(CancelledTransferError):
+            done.wait(WAIT_S)
+        assert tier.stats().pins == 0
+
+
+def test_a_store_in_flight_ends_at_cancel_and_leaves_no_slot_behind() -> None:
+    tier = GatedTier()
+    with Pool(tier) as pool:
+        chain = chain_of(pool, 3)
+        tier.shut()
+        source = view_of(SMALL_LAYOUT, payload(SMALL_LAYOUT, 3, seed=1))
+        done = pool.store(chain, source, deadline_s=WAIT_S)
+        assert tier.reached.wait(WAIT_S)
+        done.cancel()
+        tier.gate.set()
+        with pytest.raises(CancelledTransferError):
+            done.wait(WAIT_S)
+        assert (tier.stats().free, pool.match(chain).blocks) == (SLOTS, 0)
+
+
+def test_deadline_and_cancel_are_looked_at_between_layers_and_batches() -> None:
+    layout = BlockLayout(
+        num_layers=3, kv_heads=1, block_tokens=16, k_dim=BATCH_BYTES // 128, v_dim=0
+    )
+    with Pool.open(layout, PoolConfig(dram_bytes=4 * layout.block_bytes)) as pool:
+        chain = chain_of(pool, 4)
+        store(pool, chain)
+        looks, layers = [0], [0]
+
+        def look() -> None:
+            looks[0] += 1
+            if looks[0] == 6:
+                raise TransferTimeoutError("over")
+
+        lease = pool.lease(pool.match(chain), WAIT_S)
+        out = np.zeros((4, layout.block_bytes), dtype=np.uint8)
+        with pool.leases.reading(lease.lease_id) as held, pytest.raises(TransferTimeoutError):
+            pool._copy_out(held, view_of(layout, out), 0, lambda n: layers.append(n), look)
+        # One look before, two batches a layer: the sixth is in the middle of the third layer.
+        assert layers[-1] == 2
+
+
+def test_close_ends_what_is_in_flight_and_what_is_queued() -> None:
+    tier = GatedTier()
+    pool = Pool(tier, copy_threads=1)
+    chain = chain_of(pool, 2)
+    blocks = store(pool, chain)
+    lease = pool.lease(pool.match(chain), WAIT_S)
+    tier.shut()
+    started = [pool.load(lease, empty(blocks)[1], deadline_s=WAIT_S) for _ in range(3)]
+    assert tier.reached.wait(WAIT_S)
+    closing = threading.Thread(target=pool.close)
+    closing.start()
+    while not pool._closed:
+        assert closing.is_alive()
+    tier.gate.set()
+    closing.join(WAIT_S)
+    assert not closing.is_alive()
+    for done in started:
+        with pytest.raises(ClosedError):
+            done.result()
+
+
+# ---- writers from outside -------------------------------------------------------------------------
+
+
+def test_a_writer_is_asked_for_what_is_missing_only(pool: Pool) -> None:
+    chain = chain_of(pool, 3)
+    blocks = payload(SMALL_LAYOUT, 3, seed=5)
+    view = view_of(SMALL_LAYOUT, blocks)
+    pool.store(chain_of(pool, 1), view.take(0, 1), deadline_s=WAIT_S).wait(WAIT_S)
+    begins: list[int] = []
+
+    def fill(dest: BlockView, begin: int) -> Crcs:
+        begins.append(begin)
+        return copy_blocks(dest, view.take(begin, begin + len(dest)))
+
+    result = pool.store_from(chain.hashes, None, fill, deadline_s=WAIT_S)
+    assert (result.stored, result.new, result.refused) == (3, 2, "")
+    assert pool.store_from(chain.hashes, None, fill, deadline_s=WAIT_S).stored == 3
+    assert begins == [1]
+    out, dest = empty(blocks)
+    with pool.lease(pool.match(chain), WAIT_S) as lease:
+        assert pool.load(lease, dest, deadline_s=WAIT_S).wait(WAIT_S) == 3
+    np.testing.assert_array_equal(out, blocks)
+
+
+def test_a_writer_whose_checksums_lie_is_found_out_by_the_reader(pool: Pool) -> None:
+    chain = chain_of(pool, 1)
+    blocks = payload(SMALL_LAYOUT, 1, seed=6)
+
+    def fill(dest: BlockView, begin: int) -> Crcs:
+        return copy_blocks(dest, view_of(SMALL_LAYOUT, blocks)) ^ np.uint32(1)
+
+    assert pool.store_from(chain.hashes, None, fill, deadline_s=WAIT_S).stored == 1
+    with pool.lease(pool.match(chain), WAIT_S) as lease:
+        assert pool.load(lease, empty(blocks)[1], deadline_s=WAIT_S).wait(WAIT_S) == 0
+
+
+def test_a_writer_that_breaks_is_a_bug_and_leaves_nothing(
+    pool: Pool, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fill(dest: BlockView, begin: int) -> Crcs:
+        raise ZeroDivisionError
+
+    with pytest.raises(InternalError):
+        pool.store_from(key(1), None, fill, deadline_s=WAIT_S)
+    assert pool.stats().free == SLOTS
+    assert "failed" in caplog.text
+
+
+def test_too_many_writers_are_refused(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvpool.pool.FILLS_MAX", 1)
+    gate = threading.Event()
+
+    def fill(dest: BlockView, begin: int) -> Crcs:
+        assert gate.wait(WAIT_S)
+        return np.zeros((0, SMALL_LAYOUT.num_layers, SMALL_LAYOUT.kv_heads), dtype=np.uint32)
+
+    with pytest.raises(TransferTimeoutError):
+        pool.store_from(key(1), None, fill, deadline_s=0)
+    refused = pool.store_from(key(2), None, fill, deadline_s=WAIT_S)
+    assert (refused.stored, refused.new) == (0, 0)
+    assert "1 stores are under way" in refused.refused
+    assert pool.stats().reserved == 0
+    gate.set()
