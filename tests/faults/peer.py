@@ -38,7 +38,7 @@ SEED: Final = 11
 # Ends a test that hangs; what is tested has far shorter deadlines.
 WAIT_S: Final = 30.0
 
-Value = int | str | bool | None
+Value = float | str | bool | None
 
 
 class Peer:

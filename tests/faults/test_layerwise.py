@@ -90,7 +90,7 @@ def survivor(tmp_path: Path) -> Iterator[Survivor]:
     survivor.close()
 
 
-def require_unwritten(out: np.ndarray, receiver: LayerReceiver) -> None:  # type: ignore[type-arg]
+def require_unwritten(out: np.ndarray, receiver: LayerReceiver) -> None:
     """Nothing writes to a destination whose completion is done."""
     assert receiver.completion.done()
     out[:] = 7

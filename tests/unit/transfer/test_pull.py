@@ -1,0 +1,114 @@
+"""What a read does, at the moments that two processes cannot be made to hit on purpose."""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from kvpool.arena import Arena, Slot, Window
+from kvpool.block import BlockLayout, new_incarnation
+from kvpool.errors import LeaseExpiredError, UsageError
+from kvpool.memory import BlockView, Span
+from kvpool.testing.blocks import SMALL_LAYOUT, payload, view_of
+from kvpool.testing.transport_suite import empty, named, publish
+from kvpool.transfer.pull import BATCH_BYTES, BlockPull, SpanPull, layer_view
+
+
+class _Interrupted(Window):
+    """A window whose owner does something between the checks before a copy and the copy."""
+
+    def __init__(self, arena: Arena, act: Callable[[], None]) -> None:
+        super().__init__(arena.fd, arena.incarnation)
+        self._act = act
+
+    def view(self, layout: BlockLayout, slots: Sequence[int]) -> BlockView:
+        self._act()
+        return super().view(layout, slots)
+
+
+def test_a_slot_reused_between_check_and_copy_is_not_delivered() -> None:
+    arena = Arena(SMALL_LAYOUT, 4, new_incarnation())
+    blocks = payload(SMALL_LAYOUT, 4, seed=1)
+    slots = publish(arena, blocks)
+
+    def reuse() -> None:
+        arena.release(slots[2])
+        publish(arena, blocks[2:3])  # the same bytes and checksums: only the life differs
+
+    out = empty(SMALL_LAYOUT, 4)
+    window = _Interrupted(arena, reuse)
+    pull = BlockPull(window, view_of(SMALL_LAYOUT, out), named(0, slots), SMALL_LAYOUT, None)
+    assert pull.copy(0, 4) == 2
+
+
+def test_a_slot_overwritten_between_check_and_copy_is_not_delivered() -> None:
+    arena = Arena(SMALL_LAYOUT, 4, new_incarnation())
+    slots = publish(arena, payload(SMALL_LAYOUT, 4, seed=1))
+
+    def overwrite() -> None:
+        arena.release(slots[1])
+        publish(arena, payload(SMALL_LAYOUT, 1, seed=2))
+
+    out = empty(SMALL_LAYOUT, 4)
+    window = _Interrupted(arena, overwrite)
+    pull = BlockPull(window, view_of(SMALL_LAYOUT, out), named(0, slots), SMALL_LAYOUT, None)
+    assert pull.copy(0, 4) == 1
+
+
+def test_batches_cover_all_blocks_in_order() -> None:
+    layout = BlockLayout(num_layers=4, kv_heads=8, block_tokens=64, k_dim=64, v_dim=64)
+    count = 3 * BATCH_BYTES // layout.block_bytes + 1
+    arena = Arena(layout, 1, new_incarnation())
+    slot = publish(arena, payload(layout, 1, seed=3))[0]
+    dest = BlockView.canonical(layout, 4096, layout.block_bytes, list(range(count)))
+    pull = BlockPull(
+        Window(arena.fd, arena.incarnation), dest, named(0, [slot] * count), layout, None
+    )
+    assert pull.batches[0][0] == 0
+    assert pull.batches[-1][1] == count
+    assert [end for _, end in pull.batches[:-1]] == [begin for begin, _ in pull.batches[1:]]
+    assert all((end - begin) * layout.block_bytes <= BATCH_BYTES for begin, end in pull.batches)
+    assert len(pull.batches) == 4
+
+
+def test_spans_of_many_batches() -> None:
+    layout = BlockLayout(num_layers=4, kv_heads=8, block_tokens=64, k_dim=128, v_dim=128)
+    arena = Arena(layout, 2, new_incarnation())
+    blocks = payload(layout, 2, seed=4)
+    slots = publish(arena, blocks)
+    count = 2 * BATCH_BYTES // layout.block_bytes + 1
+    out = empty(layout, count)
+    pairs = [(Span.of(out[i]), named(0, [slots[i % 2]]), 0) for i in range(count)]
+    window = Window(arena.fd, arena.incarnation)
+    pull = SpanPull(pairs, [window] * count)
+    assert len(pull.batches) > 1
+    assert [pull.copy(begin, end) for begin, end in pull.batches] == [
+        end - begin for begin, end in pull.batches
+    ]
+    np.testing.assert_array_equal(out, blocks[np.arange(count) % 2])
+    assert pull.result(count) == out.nbytes
+    arena.release(slots[1])
+    assert pull.copy(*pull.batches[0]) == 1
+    with pytest.raises(LeaseExpiredError):
+        pull.result(1)
+
+
+def test_layer_view_is_the_same_memory() -> None:
+    out = empty(SMALL_LAYOUT, 2)
+    view = view_of(SMALL_LAYOUT, out)
+    layer = layer_view(view, 2)
+    assert layer.base == view.base + 2 * SMALL_LAYOUT.layer_bytes
+    assert layer.block_stride == view.block_stride
+    assert layer.layout.num_layers == 1
+    for number in (-1, SMALL_LAYOUT.num_layers):
+        with pytest.raises(UsageError):
+            layer_view(view, number)
+
+
+def test_a_destination_cannot_be_a_peers_memory() -> None:
+    arena = Arena(SMALL_LAYOUT, 2, new_incarnation())
+    slots: list[Slot] = publish(arena, payload(SMALL_LAYOUT, 2, seed=5))
+    window = Window(arena.fd, arena.incarnation)
+    dest = window.view(SMALL_LAYOUT, [1])
+    with pytest.raises(UsageError):
+        BlockPull(window, dest, named(0, slots[:1]), SMALL_LAYOUT, None)
