@@ -19,6 +19,7 @@ from kvpool.errors import (
     KVPoolError,
     LayoutMismatchError,
     TransferTimeoutError,
+    UsageError,
 )
 from kvpool.events import EventSink, LayerRead, SliceArrived
 from kvpool.memory import BlockView
@@ -178,6 +179,9 @@ class LayerReceiver:
                 if self._defer(message):
                     self._stir()
                     return False
+                continue
+            except UsageError as error:
+                self._read_ended(message, CorruptionError(f"the sender named no slots: {error}"))
                 continue
             except KVPoolError as error:
                 self._read_ended(message, error)
