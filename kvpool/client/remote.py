@@ -6,6 +6,7 @@ arena of this process. Never writes into the server's memory. Who calls it: engi
 """
 
 import logging
+import os
 import threading
 from pathlib import Path
 from typing import Final
@@ -125,6 +126,7 @@ class RemotePool(BlockPool):
         self._owned = owned
         self._lock = threading.Lock()
         self._closed = False
+        self._process = os.getpid()
         self._unreachable = 0
         self._staging = Staging(layout, config.staging_bytes, transport)
         self._keeper = LinkKeeper(
@@ -165,6 +167,7 @@ class RemotePool(BlockPool):
 
     def lease(self, match: Match, seconds: float) -> RemoteLease:
         """Ask the server, for at most ``request_timeout_s``. See ``BlockPool``."""
+        self._require_open()
         link = self._keeper.link()
         ends_at = self._clock.now() + seconds  # before the server's clock starts: never later
         request = protocol.LeaseRequest(
@@ -210,6 +213,7 @@ class RemotePool(BlockPool):
 
     def stats(self) -> PoolStats:
         """Ask the server, for at most ``request_timeout_s``. See ``BlockPool``."""
+        self._require_open()
         reply = self._answer(protocol.STATS, protocol.Done(), self._keeper.link())
         with self._lock:
             own = {"client_losses": self._keeper.losses, "client_unreachable": self._unreachable}
@@ -237,6 +241,8 @@ class RemotePool(BlockPool):
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError("the pool is closed: connect again")
+        if os.getpid() != self._process:
+            raise UsageError("this pool is its parent process's: connect after the fork")
 
     def _answer(self, method: Method[Request, Reply], request: Request, link: Link) -> Reply:
         """Ask the server for what cannot be a miss: its silence is an error."""

@@ -93,6 +93,8 @@ def typed_error(error: grpc.RpcError) -> KVPoolError:
         return TransferTimeoutError(f"no answer within the deadline: {details}")
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         return PeerUnreachableError(f"the other process is gone or shutting down: {details}")
+    if code == grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" not in str(details):
+        return errors.CapacityError(f"the other process is busy with other calls: {details}")
     if code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNIMPLEMENTED):
         return errors.UsageError(f"the other process refused the message ({code}): {details}")
     return InternalError(f"call failed with {code}: {details}")
@@ -167,10 +169,13 @@ class Service:
     Handlers are coroutines (unary) or async generators (streaming). A handler is cancelled, by
     asyncio's own cancellation, when its caller goes away or its deadline passes. A KVPoolError it
     raises reaches the caller as the same class.
+
+    Args:
+        calls_max: Calls under way at once; one more is refused with CapacityError.
     """
 
-    def __init__(self) -> None:
-        self._server = grpc.aio.server(options=_OPTIONS)
+    def __init__(self, calls_max: int = 4096) -> None:
+        self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=calls_max)
         self._handlers: dict[str, dict[str, grpc.RpcMethodHandler]] = {}
 
     def add(self, method: Method[Request, Reply], handler: Unary | Streaming) -> None:

@@ -14,7 +14,7 @@ from kvpool.block import HASH_BYTES, BlockHash, BlockLayout
 from kvpool.client import protocol
 from kvpool.client.link import Link
 from kvpool.completion import Deadline
-from kvpool.errors import TransferTimeoutError
+from kvpool.errors import ClosedError, TransferTimeoutError
 from kvpool.memory import BlockView, copy_blocks
 from kvpool.transfer.base import Transport
 
@@ -60,6 +60,7 @@ class Staging:
             self.arena.close()
             raise
         self._turn = threading.Lock()
+        self._stopped = False
 
     def send(self, link: Link, batch: Batch, deadline: Deadline) -> protocol.StoreReply:
         """Stage one batch and have the server pull it.
@@ -67,15 +68,20 @@ class Staging:
         Raises:
             TransferTimeoutError: The deadline passed, or the server fell silent: then the link was
                 closed before the slots were freed.
-            PeerUnreachableError, CapacityError, UsageError: As the server says.
+            ClosedError: ``stop`` was called.
+        PeerUnreachableError, CapacityError, UsageError: As the server says.
 
         Blocks until the server has ended, at most ``_GRACE_S`` longer than the deadline.
         """
         if not self._turn.acquire(timeout=deadline.remaining_s()):
             raise TransferTimeoutError("other stores of this process took all the time there was")
+        slots: list[Slot] = []
         try:
-            slots = [self.arena.reserve() for _ in range(len(batch.source))]
+            if self._stopped:
+                raise ClosedError("the pool was closed")
             try:
+                while len(slots) < len(batch.source):
+                    slots.append(self.arena.reserve())
                 return self._send(link, batch, slots, deadline)
             finally:
                 for slot in slots:
@@ -115,6 +121,10 @@ class Staging:
         finally:
             for slot in slots:
                 self.arena.settle(slot)
+
+    def stop(self) -> None:
+        """Refuse every batch from now on with ClosedError; the one under way ends with its link."""
+        self._stopped = True
 
     def close(self) -> None:
         """Close the arena. Idempotent."""

@@ -91,6 +91,7 @@ class Stores:
     def close(self) -> None:
         """Have the stores under way end with ClosedError, as soon as their link is closed."""
         self._closed = True
+        self._staging.stop()
         self._threads.shutdown(wait=False)
 
     def join(self) -> None:

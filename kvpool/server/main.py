@@ -167,7 +167,7 @@ def _end_for_sure(config: ServerConfig, run_dir: RunDir) -> None:
 
     def end() -> None:
         logger.error("not stopped within %s s: ending anyway", config.stop_timeout_s)
-        run_dir.__exit__(None, None, None)
+        run_dir.close()
         os._exit(1)
 
     timer = threading.Timer(config.stop_timeout_s - _GRACE_S, end)

@@ -10,6 +10,7 @@ import logging
 import os
 import stat
 import tempfile
+import threading
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -42,7 +43,13 @@ class RunDir:
             self.path = path.absolute()
             self._made = self._make()
         self._fd = self._lock()
-        self.remove_sockets()
+        self._ending = threading.Lock()
+        self._ended = False
+        try:
+            self._remove_sockets()
+        except BaseException:
+            os.close(self._fd)
+            raise
 
     def _make(self) -> bool:
         try:
@@ -76,7 +83,7 @@ class RunDir:
             raise
         return fd
 
-    def remove_sockets(self) -> None:
+    def _remove_sockets(self) -> None:
         """Remove the sockets of this server, or of a killed one. Raises UsageError for other files."""
         for name in (CONTROL_SOCKET, TRANSPORT_SOCKET):
             path = self.path / name
@@ -87,6 +94,21 @@ class RunDir:
             except FileNotFoundError:
                 continue
 
+    def close(self) -> None:
+        """Remove the sockets, and the folder if it was made here; then let go. Idempotent.
+
+        Safe from any thread: once it has let go, the sockets may be another server's.
+        """
+        with self._ending:
+            if self._ended:
+                return
+            self._ended = True
+            self._remove_sockets()
+            if self._made:
+                with contextlib.suppress(OSError):  # somebody put a file there: it stays
+                    self.path.rmdir()
+            os.close(self._fd)
+
     def __enter__(self) -> Self:
         return self
 
@@ -96,8 +118,4 @@ class RunDir:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.remove_sockets()
-        if self._made:
-            with contextlib.suppress(OSError):  # somebody put a file there: it stays
-                self.path.rmdir()
-        os.close(self._fd)
+        self.close()

@@ -93,7 +93,7 @@ class Sessions:
     def _name(self, endpoint: Endpoint, payload: bytes) -> None:
         """Give a connection its name: only once, and no name twice."""
         if endpoint in self._names or payload in self._sessions or len(payload) != CLIENT_BYTES:
-            logger.warning("a notification of %d bytes is no new name of a client", len(payload))
+            logger.debug("a notification of %d bytes is no new name of a client", len(payload))
             return
         if not endpoint.alive():
             return

@@ -4,14 +4,16 @@ The service runs in this process: its event loop in a thread, over real sockets.
 """
 
 import asyncio
+import os
 import tempfile
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvpool.arena import Arena, Slot
@@ -25,6 +27,8 @@ from kvpool.clock import SystemClock
 from kvpool.config import PoolConfig, ServerConfig, TransferConfig
 from kvpool.errors import (
     CapacityError,
+    ClosedError,
+    ConfigError,
     KVPoolError,
     LayoutMismatchError,
     LeaseExpiredError,
@@ -321,3 +325,62 @@ def test_a_lost_client_is_counted(service: Running, watcher: RemotePool) -> None
     assert "kvpool_server_client_count 1.0" in shown
     assert f'kvpool_tiers_slot_count{{state="free",tier="dram"}} {SLOTS}.0' in shown
     assert 'kvpool_server_request_seconds_count{method="lease",outcome="ok"} 1.0' in shown
+
+
+def test_pools_share_a_transport_and_end_apart(service: Running, watcher: RemotePool) -> None:
+    with HostTransport("test-worker") as transport:
+        pools = [
+            connect(service.run_dir, LAYOUT, WAIT_S, transport=transport, config=PATIENT)
+            for _ in range(2)
+        ]
+        source = view_of(LAYOUT, blocks_of(1, BLOCKS))
+        chain = chain_of(watcher, 1, BLOCKS)
+        assert pools[0].store(chain, source, deadline_s=WAIT_S).wait(WAIT_S).stored == BLOCKS
+        leases = [pool.lease(pool.match(chain), 30) for pool in pools]
+        assert [lease.blocks for lease in leases] == [BLOCKS, BLOCKS]
+        pools[0].close()
+        until(lambda: watcher.stats().leases == 1, "only the closed pool's lease is given back")
+        out = np.zeros((BLOCKS, LAYOUT.block_bytes), dtype=np.uint8)
+        done = pools[1].load(leases[1], view_of(LAYOUT, out), deadline_s=WAIT_S)
+        assert done.wait(WAIT_S) == BLOCKS
+        np.testing.assert_array_equal(out, blocks_of(1, BLOCKS))
+        pools[1].close()
+        until(lambda: watcher.stats().extra["clients"] == 1, "both have ended")
+        with connect(service.run_dir, LAYOUT, WAIT_S, transport=transport, config=PATIENT) as pool:
+            assert pool.match(chain).blocks == BLOCKS, "the transport outlives the pools"
+
+
+def test_stores_beyond_the_limit_are_refused_at_once() -> None:
+    few = replace(PATIENT, stores_max=2, request_timeout_s=0.5, backoff_max_s=0.5)
+    with (
+        running(copy_threads=0) as service,
+        connect(service.run_dir, LAYOUT, WAIT_S, config=few) as pool,
+    ):
+        chain, source = chain_of(pool, 1, BLOCKS), view_of(LAYOUT, blocks_of(1, BLOCKS))
+        stuck = [pool.store(chain, source, deadline_s=WAIT_S) for _ in range(2)]
+        refused = pool.store(chain, source, deadline_s=WAIT_S).wait(0)
+        assert (refused.stored, refused.refused[:1]) == (0, "2")
+        assert not any(done.done() for done in stuck)
+        pool.close()
+        assert all(done.done() for done in stuck), "close ends what is under way"
+        for done in stuck:
+            with pytest.raises(ClosedError):
+                done.result()
+
+
+def test_a_pool_is_bound_to_its_process(
+    watcher: RemotePool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = chain_of(watcher, 1)
+    match = watcher.match(chain)
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    for call in (lambda: watcher.match(chain), lambda: watcher.lease(match, 1), watcher.stats):
+        with pytest.raises(UsageError, match="after the fork"):
+            call()
+    monkeypatch.undo()
+
+
+def test_staging_that_holds_no_block_is_refused(service: Running) -> None:
+    with pytest.raises(ConfigError) as caught:
+        connect(service.run_dir, LAYOUT, WAIT_S, config=TransferConfig(staging_bytes=4096))
+    assert caught.value.key == "transfer.staging_bytes"

@@ -9,7 +9,7 @@ import grpc.aio
 import msgspec
 import pytest
 
-from kvpool.client.rpc import AsyncCaller, Caller, Method, Service
+from kvpool.client.rpc import MESSAGE_BYTES_MAX, AsyncCaller, Caller, Method, Service
 from kvpool.errors import (
     CapacityError,
     ClosedError,
@@ -72,9 +72,9 @@ class Handlers:
 Check = Callable[[str, Handlers], Coroutine[Any, Any, None]]
 
 
-def serve(run_dir: Path, check: Check) -> None:
+def serve(run_dir: Path, check: Check, calls_max: int = 100) -> None:
     async def main() -> None:
-        handlers, service = Handlers(), Service()
+        handlers, service = Handlers(), Service(calls_max)
         service.add(ASK, handlers.ask)
         service.add(COUNT, handlers.count)
         address = f"unix:{run_dir}/test.sock"
@@ -191,3 +191,18 @@ def test_an_address_that_cannot_be_had(tmp_path: Path) -> None:
         await service.stop(0)
 
     asyncio.run(main())
+
+
+def test_limits(tmp_path: Path) -> None:
+    async def check(address: str, handlers: Handlers) -> None:
+        caller = AsyncCaller(address)
+        stuck = [asyncio.create_task(caller.call(ASK, Ask(100), 1)) for _ in range(3)]
+        done, _ = await asyncio.wait(stuck, return_when=asyncio.FIRST_COMPLETED)
+        assert [type(task.exception()) for task in done] == [CapacityError]
+        await asyncio.gather(*stuck, return_exceptions=True)
+        assert (await caller.call(ASK, Ask(1), 5)).number == 2
+        with pytest.raises(UsageError, match="larger than max"):
+            await caller.call(MISREAD, Text("x" * (MESSAGE_BYTES_MAX + 1)), 5)
+        await caller.close()
+
+    serve(tmp_path, check, calls_max=2)
