@@ -5,7 +5,7 @@ Owns the lock around the lease table and gives every pin back exactly once. Deci
 """
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -103,7 +103,7 @@ class PoolLeases:
         self._unpin(freed)
 
     @contextmanager
-    def reading(self, lease: LeaseId) -> Iterator[LeasedBlocks]:
+    def reading(self, lease: LeaseId) -> Generator[LeasedBlocks, None, None]:
         """Hold a lease's blocks for the length of a ``with``. Raises LeaseExpiredError."""
         held = self.begin(lease)
         try:
