@@ -75,7 +75,7 @@ def render(module: str, tree: ast.Module) -> Iterator[str]:
     """Yield the public interface of one module, a line each."""
     yield f"[{module}]"
     if module == "kvpool":
-        yield from sorted(_exports(tree))
+        yield from sorted(set(_exports(tree)))
     yield from _members(tree.body, "")
     yield ""
 
