@@ -30,7 +30,8 @@ SLOTS = 48
 
 def tokens(count: int, seed: int = 0) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randint(6, VOCABULARY, (count,), generator=generator).tolist()
+    drawn: list[int] = torch.randint(6, VOCABULARY, (count,), generator=generator).tolist()
+    return drawn
 
 
 def logits_of(model: torch.nn.Module, sequence: list[int]) -> torch.Tensor:
@@ -90,8 +91,8 @@ def test_rows_of_a_batch_do_not_touch_each_other(runner: ModelRunner) -> None:
                 for length, row, table in zip(lengths, rows, tables, strict=True)
             ]
         )
-        for row, length in enumerate(lengths):
-            close(logits[row], expected[row][length + step])
+        for number, length in enumerate(lengths):
+            close(logits[number], expected[number][length + step])
 
 
 def test_one_forward_a_step_whatever_runs(runner: ModelRunner, sink: ListSink) -> None:
