@@ -3,13 +3,14 @@
 import concurrent.futures
 import http.client
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
 import httpx
 import pytest
 
+from tests.e2e.exactness import Answer, Prompt, Reference, ask_all, check
 from tests.serve_process import ServeProcess, chunks, demo_model_folder
 
 pytestmark = pytest.mark.model
@@ -32,7 +33,7 @@ def reference() -> tuple[Any, Any]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # the workers compute meanwhile
     folder = demo_model_folder()
     return (
         AutoTokenizer.from_pretrained(folder),
@@ -84,6 +85,40 @@ def raw(server: ServeProcess, body: dict[str, object]) -> tuple[int, bytes]:
         return answer.status, answer.read()
     finally:
         connection.close()
+
+
+class OverHttp:
+    """Asks a server, all prompts of a wave at the same time."""
+
+    def __init__(self, server: ServeProcess) -> None:
+        self._server = server
+
+    def ask(self, wave: Sequence[Prompt], max_tokens: int) -> list[Answer]:
+        with concurrent.futures.ThreadPoolExecutor(len(wave)) as pool:
+            answers = list(pool.map(lambda prompt: self._one(prompt, max_tokens), wave))
+        self._server.wait_idle()
+        return answers
+
+    def _one(self, prompt: Prompt, max_tokens: int) -> Answer:
+        if prompt.messages is None:
+            answer = self._server.complete(prompt.text, max_tokens=max_tokens)
+            text = answer["choices"][0]["text"]
+        else:
+            answer = self._server.chat(prompt.messages, max_tokens=max_tokens)
+            text = answer["choices"][0]["message"]["content"]
+        assert answer["usage"]["prompt_tokens"] == len(prompt.tokens)
+        return Answer(text, None, cached(answer))
+
+
+def test_every_prompt_is_answered_as_the_model_alone_would(served: ServeProcess) -> None:
+    tokenizer, model = reference()
+    prompts, answers = ask_all(OverHttp(served), tokenizer)
+    verdict = check(Reference(model, tokenizer), prompts, answers)
+    assert verdict.differing == []
+    assert len(prompts) >= 12
+    for prompt in prompts:
+        if {"warm", "prefix extended", "prefix shared"} & set(prompt.kinds):
+            assert answers[prompt.name].cached > SIZE, prompt.name
 
 
 def test_paris(served: ServeProcess) -> None:
