@@ -119,6 +119,8 @@ class Endpoint(ABC):
     def notify(self, payload: bytes) -> bool:
         """Send a small message, after everything this thread wrote before. Never blocks.
 
+        No callback of the endpoint runs inside this call: callers may hold locks that theirs take.
+
         Returns:
             False if the peer has not read enough of the earlier ones: try again later.
 

@@ -21,7 +21,7 @@ class Faults:
         busy: ``notify`` says that there is no room though there is: allowed, and slow.
         drop: ``notify`` says that a message was sent, and it was not.
         short: ``read_blocks`` delivers fewer leading blocks, as if the next one were stale.
-        lose: A call loses the endpoint first.
+        lose: A call loses the endpoint, before or after it has done its work.
     """
 
     busy: float = 0.0
@@ -114,7 +114,8 @@ class LossyEndpoint(Endpoint):
 
     def _perhaps_lose(self) -> None:
         if self._transport.happens(self._transport.faults.lose):
-            self._inner.close()
+            # On a thread of its own: no callback may run inside the call that fails.
+            threading.Thread(target=self._inner.close, name="kvpool-lossy-lose").start()
 
 
 class LossyTransport(Transport):

@@ -24,7 +24,7 @@ from kvpool.errors import KVPoolError
 from kvpool.events import NullSink
 from kvpool.memory import BlockView
 from kvpool.testing.blocks import payload, view_of
-from kvpool.testing.transport_suite import publish
+from kvpool.testing.pair import publish
 from kvpool.transfer.base import Endpoint
 from kvpool.transfer.host import HostTransport
 from kvpool.transfer.layerwise import LayerReceiver, LayerSender, Outbox, StreamHub

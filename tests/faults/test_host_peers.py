@@ -24,7 +24,7 @@ from kvpool.errors import (
     UsageError,
 )
 from kvpool.testing.blocks import payload, view_of
-from kvpool.testing.transport_suite import Collected, empty, named
+from kvpool.testing.pair import Collected, empty, named
 from kvpool.transfer import handshake
 from kvpool.transfer.base import Endpoint, RemoteSlots
 from kvpool.transfer.descriptor import Hello, Message, Refusal, RegionOffer, decode, encode

@@ -16,7 +16,7 @@ from kvpool.errors import (
 )
 from kvpool.events import ListSink
 from kvpool.testing.blocks import payload, view_of
-from kvpool.testing.transport_suite import Collected, empty
+from kvpool.testing.pair import Collected, empty
 from kvpool.transfer.base import Endpoint
 from kvpool.transfer.host import HostTransport
 from kvpool.transfer.layerwise import LayerReceiver, LayerSender, Outbox, StreamHub

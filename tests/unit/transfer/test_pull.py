@@ -10,7 +10,7 @@ from kvpool.block import BlockLayout, new_incarnation
 from kvpool.errors import LeaseExpiredError, UsageError
 from kvpool.memory import BlockView, Span
 from kvpool.testing.blocks import SMALL_LAYOUT, payload, view_of
-from kvpool.testing.transport_suite import empty, named, publish
+from kvpool.testing.pair import empty, named, publish
 from kvpool.transfer.pull import BATCH_BYTES, BlockPull, SpanPull, layer_view
 
 
