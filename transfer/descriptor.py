@@ -12,12 +12,12 @@ import msgspec
 from kvpool.arena import Arena
 from kvpool.block import INCARNATION_BYTES
 from kvpool.errors import CorruptionError, FormatVersionError
+from kvpool.transfer.endpoint import REGIONS_MAX
 
 PROTOCOL_MAGIC: Final = "kvpool-host"
 PROTOCOL_VERSION: Final = 1
 # Largest message: a hello with 64 regions is under 3 KiB.
 MESSAGE_BYTES_MAX: Final = 16384
-_REGIONS_MAX: Final = 64
 
 _Count = Annotated[int, msgspec.Meta(ge=1, le=2**48)]
 
@@ -25,7 +25,7 @@ _Count = Annotated[int, msgspec.Meta(ge=1, le=2**48)]
 class RegionOffer(msgspec.Struct, frozen=True, kw_only=True, tag="region"):
     """One region of the sender; its memfd travels with the message."""
 
-    region: Annotated[int, msgspec.Meta(ge=0, lt=_REGIONS_MAX)]
+    region: Annotated[int, msgspec.Meta(ge=0, lt=REGIONS_MAX)]
     slot_count: _Count
     slot_bytes: _Count
 
@@ -46,7 +46,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     pid: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
     record_count: _Count
     record_bytes: _Count
-    regions: Annotated[list[RegionOffer], msgspec.Meta(max_length=_REGIONS_MAX)]
+    regions: Annotated[list[RegionOffer], msgspec.Meta(max_length=REGIONS_MAX)]
 
 
 class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):

@@ -111,7 +111,9 @@ class HostTransport(Transport):
     def connect(
         self, address: str, timeout_s: float, expected: Incarnation | None = None
     ) -> Endpoint:
-        """Connect to the process that listens at a path."""
+        """Connect to the process that listens at a path. Blocks: not from a callback."""
+        if self._loop.on_thread():
+            raise UsageError("a callback cannot wait for a connection: use a thread")
         with self._lock:
             self._require_open()
         deadline = Deadline(timeout_s)

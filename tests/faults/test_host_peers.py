@@ -6,6 +6,7 @@ import fcntl
 import json
 import mmap
 import os
+import platform
 import random
 import socket
 import threading
@@ -453,6 +454,54 @@ def test_a_flood_of_wakes_does_not_stop_the_others(target: Target) -> None:
         stop.set()
         thread.join(WAIT_S)
     hostile.close()
+
+
+# setresuid of the calling thread alone: libc's function changes every thread of the process.
+SETRESUID = {"x86_64": 117, "aarch64": 147}.get(platform.machine(), 0)
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not SETRESUID, reason="needs root, to connect as another user"
+)
+def test_another_users_process_is_refused(target: Target) -> None:
+    os.chmod(target.path, 0o666)  # otherwise the file's mode refuses it before we do
+    for folder in list(Path(target.path).parents)[:3]:
+        folder.chmod(0o755)
+    refused: list[bool] = []
+
+    def connect() -> None:
+        libc = ctypes.CDLL(None, use_errno=True)
+        assert libc.syscall(SETRESUID, 65534, 65534, 65534) == 0
+        hostile = Hostile(target.path)
+        mailbox = Mailbox(hostile.incarnation)
+        hostile.send(encode(hostile.hello()), [mailbox.fd])
+        refused.append(hostile.answer() == (None, []))
+        hostile.close()
+
+    thread = threading.Thread(target=connect)
+    thread.start()
+    thread.join(WAIT_S)
+    assert refused == [True]
+    assert target.connected.items == []
+    target.require_healthy()
+
+
+def test_a_callback_cannot_wait_for_a_connection(target: Target) -> None:
+    raised = Collected()
+
+    def connect(endpoint: Endpoint) -> None:
+        try:
+            target.transport.connect(target.path, WAIT_S)
+        except UsageError as error:
+            raised(error)
+
+    with HostTransport() as friend:
+        endpoint = friend.connect(target.path, WAIT_S)
+        at_target = target.connected.wait(1)[0]
+        assert isinstance(at_target, Endpoint)
+        at_target.on_lost(connect)
+        endpoint.close()
+        raised.wait(1)
 
 
 # ---- where it listens -----------------------------------------------------------------------------
