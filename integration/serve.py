@@ -227,6 +227,8 @@ def find_model(options: ServeOptions) -> tuple[Path, str]:
 
     if options.runtime.model:
         folder = Path(options.runtime.model).absolute()
+        if not (folder / "config.json").is_file():
+            raise UsageError(f"--model: {folder} holds no config.json: give a model's folder")
         return folder, folder.name
     return demo_model(options.cache_dir), MODEL_NAME
 

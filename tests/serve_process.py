@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -263,8 +264,6 @@ def alive(pid: int) -> bool:
 @contextlib.contextmanager
 def signal_after(timeout_s: float, process: subprocess.Popen[str]) -> Iterator[None]:
     """Kill a process that takes longer, so that reading its output ends."""
-    import threading
-
     timer = threading.Timer(timeout_s, process.kill)
     timer.start()
     try:
@@ -280,4 +279,5 @@ def stopped(pid: int) -> Iterator[None]:
     try:
         yield
     finally:
-        os.kill(pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)

@@ -36,6 +36,8 @@ logger = logging.getLogger(__name__)
 # goes on with the conversation at once finds them.
 STORE_WAIT_S: Final = 0.5
 _CLOSE_TIMEOUT_S: Final = 1.0
+# A deadline that has just passed is still a valid argument: it fails where it is looked at.
+_DEADLINE_MIN_S: Final = 0.001
 
 
 class _Request:
@@ -97,7 +99,9 @@ class DecodeWorker:
         try:
             prompt_blocks = -(-len(request.tokens) // size)
             mine.receiver = self._parts.hub.expect(
-                request.request, blocks.view(0, prompt_blocks), deadline_s=deadline.remaining_s()
+                request.request,
+                blocks.view(0, prompt_blocks),
+                deadline_s=max(deadline.remaining_s(), _DEADLINE_MIN_S),
             )
             incarnation = bytes(self._parts.transport.incarnation)
             yield RunEvent(ready=True, address=self._address, incarnation=incarnation)

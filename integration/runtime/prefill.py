@@ -49,6 +49,8 @@ CONNECT_TIMEOUT_S: Final = 5.0
 # The ``chunk`` of slices that were loaded from the pool; computed chunks count from 1.
 PREFIX_CHUNK: Final = 0
 _CLOSE_TIMEOUT_S: Final = 1.0
+# A deadline that has just passed is still a valid argument: it fails where it is looked at.
+_DEADLINE_MIN_S: Final = 0.001
 
 
 @dataclass(slots=True)
@@ -190,7 +192,7 @@ class PrefillWorker:
             self._outbox,
             self._layout,
             len(prompt.blocks),
-            deadline_s=prompt.deadline.remaining_s(),
+            deadline_s=max(prompt.deadline.remaining_s(), _DEADLINE_MIN_S),
         )
         prompt.check()
         prompt.cached_blocks = self._load(prompt)

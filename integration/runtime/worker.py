@@ -265,8 +265,10 @@ class Served(Protocol):
 async def opened_parts(config: WorkerConfig, role: Role) -> AsyncIterator[Parts]:
     """Load the model, connect to the pool, and close everything at the end."""
     import torch
+    from transformers.utils.logging import disable_progress_bar
 
     torch.set_num_threads(config.threads)
+    disable_progress_bar()  # several processes share one terminal
     loop = asyncio.get_running_loop()
     sink: EventSink = TraceSink(config.trace) if config.trace else NullSink()
     loaded = await asyncio.to_thread(

@@ -1,0 +1,208 @@
+"""One request over two workers: the order of the calls, the one retry, and what a cancel reaches.
+
+The workers are real RPC services with a script for a model.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from kvpool.client.rpc import Service
+from kvpool.errors import CapacityError, KVPoolError, PeerUnreachableError, UsageError
+from kvpool.integration.conductor.dispatch import Dispatcher, Job, Produced, WorkerLink
+from kvpool.integration.runtime.handoff import (
+    PREFILL,
+    RUN,
+    STATUS,
+    Empty,
+    Prefilled,
+    PrefillRequest,
+    RunEvent,
+    RunRequest,
+    WorkerStatus,
+)
+
+WAIT_S = 30.0
+JOB = Job(tokens=[1, 2, 3], max_tokens=4, stop_tokens=[0])
+
+
+class Script:
+    """Two workers that say 10, 11, 12, ... and fail as told."""
+
+    def __init__(self) -> None:
+        self.run_errors: list[KVPoolError] = []
+        self.prefill_errors: list[KVPoolError] = []
+        self.break_after: list[int] = []  # tokens after which a run fails
+        self.first_token = 10
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.running = 0
+        self.requests: list[str] = []
+
+    async def run(self, request: RunRequest) -> AsyncIterator[RunEvent]:
+        if self.run_errors:
+            raise self.run_errors.pop()
+        self.requests.append(request.request)
+        self.running += 1
+        try:
+            yield RunEvent(ready=True, address="here", incarnation=bytes(16))
+            await self.gate.wait()
+            last = self.break_after.pop() if self.break_after else None
+            if self.first_token not in request.stop_tokens:
+                for number in range(1, request.max_tokens):
+                    if number == last:
+                        raise PeerUnreachableError("broken")
+                    yield RunEvent(token=10 + number)
+            yield RunEvent(finish_reason="length")
+        finally:
+            self.running -= 1
+
+    async def prefill(self, request: PrefillRequest) -> Prefilled:
+        assert request.request == self.requests[-1]
+        assert request.decode_address == "here"
+        if self.prefill_errors:
+            raise self.prefill_errors.pop()
+        await self.gate.wait()
+        return Prefilled(token=self.first_token, logprob=-1.0, cached_tokens=2)
+
+    async def status(self, _: Empty) -> WorkerStatus:
+        return WorkerStatus(
+            role="decode",
+            running=self.running,
+            waiting=0,
+            blocks=1,
+            blocks_free=1,
+            outbox_slots=0,
+            outbox_free=0,
+            outbox_quarantined=0,
+            forwards=0,
+            tokens=0,
+        )
+
+
+Story = Callable[[Dispatcher, Script], Awaitable[None]]
+
+
+def play(folder: Path, story: Story) -> None:
+    async def all_of_it() -> None:
+        script = Script()
+        async with contextlib.AsyncExitStack() as stack:
+            links = []
+            for name in ("prefill", "decode"):
+                service = Service()
+                service.add(STATUS, script.status)
+                service.add(PREFILL, script.prefill)
+                service.add(RUN, script.run)
+                address = f"unix:{folder / name}"
+                await service.start(address)
+                stack.push_async_callback(service.stop, 0.0)
+                links.append(WorkerLink(name, address))
+            dispatcher = Dispatcher(*links, request_timeout_s=WAIT_S)
+            stack.push_async_callback(dispatcher.close)
+            async with asyncio.timeout(WAIT_S):
+                await story(dispatcher, script)
+
+    asyncio.run(all_of_it())
+
+
+async def everything(
+    dispatcher: Dispatcher, job: Job = JOB, *, restart: bool = False
+) -> list[Produced]:
+    async with contextlib.aclosing(dispatcher.stream(job, restart=restart)) as steps:
+        return [step async for step in steps]
+
+
+WHOLE = [
+    Produced(token=10, cached_tokens=2),
+    *(Produced(token=token) for token in (11, 12, 13)),
+    Produced(finish_reason="length"),
+]
+
+
+def test_the_first_token_is_prefills_and_the_rest_are_decodes(tmp_path: Path) -> None:
+    async def story(dispatcher: Dispatcher, script: Script) -> None:
+        assert await everything(dispatcher) == WHOLE
+        assert script.running == 0
+
+    play(tmp_path, story)
+
+
+def test_a_first_token_that_stops_is_not_produced(tmp_path: Path) -> None:
+    async def story(dispatcher: Dispatcher, script: Script) -> None:
+        script.first_token = 0
+        assert await everything(dispatcher) == [Produced(cached_tokens=2, finish_reason="length")]
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize("worker", ["run_errors", "prefill_errors"])
+def test_a_worker_lost_before_the_first_token_is_tried_again_once(
+    tmp_path: Path, worker: str
+) -> None:
+    async def story(dispatcher: Dispatcher, script: Script) -> None:
+        getattr(script, worker).append(PeerUnreachableError("gone"))
+        assert await everything(dispatcher) == WHOLE
+        assert dispatcher.retries == 1
+        assert len(set(script.requests)) == len(script.requests), "a retry has a name of its own"
+        getattr(script, worker).extend([PeerUnreachableError("gone")] * 2)
+        with pytest.raises(PeerUnreachableError, match="gone"):
+            await everything(dispatcher)
+
+    play(tmp_path, story)
+
+
+@pytest.mark.parametrize("error", [CapacityError("full"), UsageError("never")])
+def test_what_a_retry_cannot_mend_is_not_tried_again(tmp_path: Path, error: KVPoolError) -> None:
+    async def story(dispatcher: Dispatcher, script: Script) -> None:
+        script.run_errors.append(error)
+        with pytest.raises(type(error), match=str(error)):
+            await everything(dispatcher)
+        assert dispatcher.retries == 0
+
+    play(tmp_path, story)
+
+
+def test_a_loss_in_mid_stream_is_an_error_or_a_new_begin(tmp_path: Path) -> None:
+    async def story(dispatcher: Dispatcher, script: Script) -> None:
+        script.break_after.append(2)
+        seen: list[Produced] = []
+        with pytest.raises(PeerUnreachableError, match="broken"):
+            async for step in dispatcher.stream(JOB):
+                seen.append(step)  # what came before the error is looked at
+        assert seen == WHOLE[:2]
+        script.break_after.append(2)
+        steps = await everything(dispatcher, restart=True)
+        assert steps == [*WHOLE[:2], Produced(restart=True), *WHOLE]
+
+    play(tmp_path, story)
+
+
+def test_closing_the_stream_cancels_both_calls(tmp_path: Path) -> None:
+    async def story(dispatcher: Dispatcher, script: Script) -> None:
+        script.gate.clear()
+        task = asyncio.create_task(everything(dispatcher))
+        while not script.running:
+            await asyncio.sleep(0.001)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        while script.running:
+            await asyncio.sleep(0.001)
+
+    play(tmp_path, story)
+
+
+def test_a_link_says_whether_its_worker_answers(tmp_path: Path) -> None:
+    async def story(dispatcher: Dispatcher, script: Script) -> None:
+        assert not dispatcher.decode.alive
+        await dispatcher.decode.wait_alive(WAIT_S)
+        assert dispatcher.decode.alive
+        nobody = WorkerLink("nobody", f"unix:{tmp_path / 'nobody'}")
+        with pytest.raises(PeerUnreachableError, match="nobody is gone"):
+            await nobody.wait_alive(0.05)
+        await nobody.close()
+
+    play(tmp_path, story)

@@ -1,0 +1,101 @@
+"""Text from tokens: never half a character, and cut at stop strings, however the text arrives."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvpool.integration.conductor.dispatch import Produced
+from kvpool.integration.conductor.output import Output
+from kvpool.integration.conductor.text import Detokenizer, StopStrings
+
+
+class Bytes:
+    """A tokenizer whose tokens are bytes; 256 is a special token."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return bytes(token for token in token_ids if token < 256).decode(errors="replace")
+
+
+@given(st.text())
+def test_any_text_comes_out_whole_and_in_characters(text: str) -> None:
+    tokens = list(text.encode("utf-8", "replace"))
+    detokenizer = Detokenizer(Bytes())
+    parts = [detokenizer.push(token) for token in tokens]
+    parts.append(detokenizer.finish())
+    assert "".join(parts) == bytes(tokens).decode()
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in part for part in parts)
+
+
+@given(st.binary(max_size=64))
+def test_bytes_that_are_no_characters_come_out_too_and_are_not_held_for_long(raw: bytes) -> None:
+    detokenizer = Detokenizer(Bytes())
+    held = 0
+    out = ""
+    for token in raw:
+        part = detokenizer.push(token)
+        out += part
+        held = 0 if part else held + 1
+        assert held <= 4
+    out += detokenizer.finish()
+    if raw:
+        assert out
+
+
+def test_a_special_token_adds_nothing() -> None:
+    detokenizer = Detokenizer(Bytes())
+    assert [detokenizer.push(token) for token in (104, 256, 105)] == ["h", "", "i"]
+
+
+@given(
+    st.text("abc", max_size=30),
+    st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),
+    st.lists(st.integers(1, 5), max_size=30),
+)
+def test_stop_strings_cut_the_same_however_the_text_is_split(
+    text: str, stops: list[str], sizes: list[int]
+) -> None:
+    filtered = StopStrings(stops)
+    out, at = "", 0
+    for size in [*sizes, len(text)]:
+        out += filtered.push(text[at : at + size])
+        at += size
+    hit = filtered.hit
+    out += filtered.finish()
+    assert hit == any(stop in text for stop in stops)
+    if not hit:
+        assert out == text
+    else:
+        # The stop string that was complete first, at its earliest place.
+        ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
+        seen = text[: min(ends)]
+        assert text.startswith(out)
+        assert not any(stop in out for stop in stops)
+        assert len(out) < len(seen) or out == ""
+
+
+def test_what_may_begin_a_stop_string_is_held_back() -> None:
+    filtered = StopStrings(["END"])
+    assert [filtered.push(part) for part in ("aE", "N", "x", "EN", "D", "more")] == [
+        "a",
+        "",
+        "ENx",
+        "",
+        "",
+        "",
+    ]
+    assert filtered.hit
+
+
+def test_an_output_counts_and_begins_anew() -> None:
+    output = Output(Bytes(), ["!"])
+    assert output.push(Produced(token=104, cached_tokens=32)) == "h"
+    assert (output.tokens, output.cached_tokens) == (1, 32)
+    output.push(Produced(restart=True))
+    assert (output.text, output.tokens, output.cached_tokens) == ("", 0, 0)
+    assert output.push(Produced(token=105)) == "i"
+    assert output.push(Produced(token=33)) == ""
+    assert (output.finish_reason, output.text) == ("stop", "i")
+    other = Output(Bytes(), [])
+    other.push(Produced(token=0xE2))
+    assert other.push(Produced(finish_reason="length")) == "\ufffd"
