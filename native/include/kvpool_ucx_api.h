@@ -32,7 +32,7 @@ typedef enum {
     KVP_UCX_OPENED = 1,  /* handshake done: `inbox_offset`, `peer` and `accepted` are set */
     KVP_UCX_ARRIVED = 2, /* a note: everything put before it is visible */
     KVP_UCX_BATCH = 3,   /* the batch `cookie` ended with `status`: its local buffers are free */
-    KVP_UCX_CLOSED = 4   /* closed and drained for the reason `status`: the inbox part is free */
+    KVP_UCX_CLOSED = 4   /* closed and drained for the reason `status`: nobody writes any more */
 } kvp_ucx_event_kind;
 
 typedef struct {
@@ -90,9 +90,12 @@ kvp_status kvp_ucx_disconnect(kvp_ucx *engine, uint64_t endpoint);
 kvp_status kvp_ucx_put(kvp_ucx *engine, uint64_t endpoint, const kvp_ucx_span *spans, size_t count,
                        const uint8_t *note, size_t note_size, uint64_t timeout_ns, uint64_t cookie);
 
-/* Take the next event; KVP_MISS after timeout_ns. CLOSED is the last event of its endpoint, and
- * taking it frees the slot and the inbox part. One thread at a time. */
+/* Take the next event; KVP_MISS after timeout_ns. CLOSED is the last event of its endpoint. One
+ * thread at a time. */
 kvp_status kvp_ucx_next_event(kvp_ucx *engine, uint64_t timeout_ns, kvp_ucx_event *event);
+/* Give the slot of a CLOSED endpoint and its inbox part to the next connection. Only now may another
+ * peer write there. KVP_BUSY before CLOSED was taken; harmless twice. */
+kvp_status kvp_ucx_release(kvp_ucx *engine, uint64_t endpoint);
 /* Make a waiting kvp_ucx_next_event answer KVP_CLOSED, now and from now on. */
 void kvp_ucx_stop_events(kvp_ucx *engine);
 

@@ -119,7 +119,7 @@ static void finish(kvp_endpoint *endpoint)
         memcpy(event.peer, endpoint->hello_in.incarnation, KVP_INCARNATION_BYTES);
     }
     pthread_mutex_lock(&engine->lock);
-    /* From here another thread may take the slot over. */
+    /* From here the slot may be given to another connection. */
     endpoint->state = SLOT_CLOSED;
     if (endpoint->announced) {
         kvp_event_push(engine, &event);

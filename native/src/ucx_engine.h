@@ -47,7 +47,8 @@ typedef enum {
     SLOT_REFUSED,    /* told the peer no, waiting for it to go */
     SLOT_OPEN,
     SLOT_CLOSING, /* force close under way */
-    SLOT_CLOSED   /* drained; its event is not yet taken */
+    SLOT_CLOSED,  /* drained; its event is not yet taken */
+    SLOT_TOLD     /* taken; not yet released */
 } kvp_slot_state;
 
 struct kvp_endpoint {

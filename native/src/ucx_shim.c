@@ -81,7 +81,7 @@ kvp_status kvp_ucx_disconnect(kvp_ucx *engine, uint64_t endpoint)
     }
     pthread_mutex_lock(&engine->lock);
     kvp_endpoint *slot = lookup(engine, endpoint);
-    if (slot != NULL && slot->state != SLOT_CLOSED) {
+    if (slot != NULL && slot->state < SLOT_CLOSED) {
         slot->leave = true;
         kvp_order(engine);
     }
@@ -164,7 +164,7 @@ static void taken(kvp_ucx *engine, const kvp_ucx_event *event)
     if (event->kind == KVP_UCX_BATCH) {
         engine->batches_used--;
     } else if (event->kind == KVP_UCX_CLOSED) {
-        kvp_slot_give(slot);
+        slot->state = SLOT_TOLD;
     } else if (event->kind == KVP_UCX_ARRIVED) {
         uint64_t count = atomic_fetch_add(&slot->notes_taken, 1) + 1;
         if (count % (KVP_NOTE_WINDOW / 2) == 0) {
@@ -200,6 +200,21 @@ kvp_status kvp_ucx_next_event(kvp_ucx *engine, uint64_t timeout_ns, kvp_ucx_even
     }
     pthread_mutex_unlock(&engine->lock);
     return status;
+}
+
+kvp_status kvp_ucx_release(kvp_ucx *engine, uint64_t endpoint)
+{
+    if (engine->pid != getpid()) {
+        return KVP_CLOSED;
+    }
+    pthread_mutex_lock(&engine->lock);
+    kvp_endpoint *slot = lookup(engine, endpoint);
+    bool busy = slot != NULL && slot->state != SLOT_TOLD;
+    if (slot != NULL && !busy) {
+        kvp_slot_give(slot);
+    }
+    pthread_mutex_unlock(&engine->lock);
+    return busy ? KVP_BUSY : KVP_OK;
 }
 
 void kvp_ucx_stop_events(kvp_ucx *engine)

@@ -72,6 +72,10 @@ static kvp_ucx_event next(side *it, kvp_ucx_event_kind kind)
                 event.ucx_code, kind);
     }
     CHECK(event.kind == kind);
+    if (kind == KVP_UCX_CLOSED) {
+        CHECK(kvp_ucx_release(it->engine, event.endpoint) == KVP_OK);
+        CHECK(kvp_ucx_release(it->engine, event.endpoint) == KVP_OK);
+    }
     return event;
 }
 
@@ -132,6 +136,7 @@ static void test_put(side *server, side *client, uint16_t port)
     CHECK(kvp_ucx_put(client->engine, endpoint, NULL, 0, NULL, 0, SECOND, 1) == KVP_INVALID);
     CHECK(kvp_ucx_put(client->engine, endpoint + 1, spans, 1, NULL, 0, SECOND, 1) == KVP_CLOSED);
 
+    CHECK(kvp_ucx_release(client->engine, endpoint) == KVP_BUSY);
     CHECK(kvp_ucx_disconnect(client->engine, endpoint) == KVP_OK);
     kvp_ucx_event closed = next(client, KVP_UCX_CLOSED);
     CHECK(closed.endpoint == endpoint && closed.status == KVP_CLOSED);
