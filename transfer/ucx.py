@@ -28,10 +28,21 @@ from kvpool.transfer.ucx_endpoint import UcxEndpoint, UcxStatus, error_of
 from kvpool.transfer.ucx_library import find_library, require_trusted
 
 if TYPE_CHECKING:
-    from kvpool._native import CData
+    from kvpool._native import CData, UcxEvent
 
 log = logging.getLogger(__name__)
 
+# Fields of kvp_ucx_counts.
+COUNTERS: Final = (
+    "ucx_major",
+    "ucx_minor",
+    "ucx_release",
+    "endpoints",
+    "batches",
+    "wakeups",
+    "puts",
+    "put_bytes",
+)
 # Every close is bounded to about this.
 CLOSE_TIMEOUT_S: Final = 5.0
 
@@ -105,10 +116,13 @@ class UcxTransport:
         self._batches: dict[int, tuple[CompletionSource[int], int, object]] = {}
         self._cookie = 0
         self._on_connect: Callable[[UcxEndpoint], None] | None = None
-        self._engine: CData | None = self._open(
+        engine = self._open(
             host, endpoint_max, batch_max, heartbeat_interval_s, heartbeat_timeout_s, spin_s
         )
-        self._pump = threading.Thread(target=self._run, name="kvpool-ucx-events", daemon=True)
+        self._engine: CData | None = engine
+        self._pump = threading.Thread(
+            target=self._run, args=(engine,), name="kvpool-ucx-events", daemon=True
+        )
         self._pump.start()
 
     def _open(
@@ -221,7 +235,7 @@ class UcxTransport:
         counts = ffi.new("kvp_ucx_counts *")
         with self._lock:
             lib.kvp_ucx_count(self._live(), counts)
-        return {name: getattr(counts, name) for name, _ in ffi.typeof("kvp_ucx_counts").fields}
+        return {name: getattr(counts, name) for name in COUNTERS}
 
     def close(self) -> None:
         """Close all endpoints and both threads. Idempotent, bounded to about 5 s.
@@ -317,8 +331,7 @@ class UcxTransport:
 
     # ---- the thread of events -----------------------------------------------------------------
 
-    def _run(self) -> None:
-        engine = self._engine
+    def _run(self, engine: "CData") -> None:
         event = ffi.new("kvp_ucx_event *")
         handlers = {
             lib.KVP_UCX_OPENED: self._opened,
@@ -336,7 +349,7 @@ class UcxTransport:
                 except Exception:
                     log.exception("a callback failed")
 
-    def _opened(self, event: "CData") -> None:
+    def _opened(self, event: "UcxEvent") -> None:
         inbox = None
         if self._inbox is not None:
             inbox = self._inbox.part(event.inbox_offset, self._part)
@@ -351,10 +364,10 @@ class UcxTransport:
         elif on_connect is not None:
             on_connect(endpoint)
 
-    def _arrived(self, event: "CData") -> None:
+    def _arrived(self, event: "UcxEvent") -> None:
         self._endpoints[event.endpoint].arrived(bytes(ffi.buffer(event.note, event.note_size)))
 
-    def _ended(self, event: "CData") -> None:
+    def _ended(self, event: "UcxEvent") -> None:
         with self._lock:
             source, size, _ = self._batches.pop(event.cookie)
         if event.status == lib.KVP_OK:
@@ -362,7 +375,7 @@ class UcxTransport:
         else:
             source.fail(error_of(event.status, event.ucx_code, "put"))
 
-    def _closed(self, event: "CData") -> None:
+    def _closed(self, event: "UcxEvent") -> None:
         error = error_of(event.status, event.ucx_code, "the connection ended")
         with self._lock:
             endpoint = self._endpoints.pop(event.endpoint, None)

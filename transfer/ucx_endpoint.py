@@ -29,7 +29,7 @@ from kvpool.errors import (
 from kvpool.memory import Span
 
 if TYPE_CHECKING:
-    from kvpool._native import CData
+    from kvpool._native import UcxEvent
 
 log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ class UcxEndpoint:
         id: The C engine's number of it.
     """
 
-    def __init__(self, engine: Engine, event: "CData", inbox: Span | None) -> None:
+    def __init__(self, engine: Engine, event: "UcxEvent", inbox: Span | None) -> None:
         self.peer = Incarnation(bytes(ffi.buffer(event.peer)))
         self.inbox = inbox
         self.peer_inbox_bytes: int = event.peer_inbox_bytes

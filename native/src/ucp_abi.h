@@ -18,12 +18,6 @@ typedef int8_t ucx_status; /* ucs_status_t is a packed enum: one signed byte */
 
 enum {
     UCX_OK = 0,
-    UCX_INPROGRESS = 1,
-    UCX_ERR_INVALID_PARAM = -5,
-    UCX_ERR_UNREACHABLE = -6,
-    UCX_ERR_BUSY = -15,
-    UCX_ERR_CANCELED = -16,
-    UCX_ERR_REJECTED = -23,
     UCX_ERR_LAST = -100
 };
 
@@ -53,11 +47,10 @@ enum { UCX_AM_RECV_REPLY_EP = 1 << 0, UCX_AM_RECV_RNDV = 1 << 17 };
 enum {
     UCX_OP_CALLBACK = 1 << 1,
     UCX_OP_USER_DATA = 1 << 2,
-    UCX_OP_FLAGS = 1 << 4,
-    UCX_OP_NO_IMM_CMPL = 1 << 16
+    UCX_OP_FLAGS = 1 << 4
 };
 enum { UCX_REQUEST_INFO = 1 << 0, UCX_REQUEST_INFO_SIZE = 1 << 1 };
-enum { UCX_LOG_FATAL = 0, UCX_LOG_ERROR = 1, UCX_LOG_WARN = 2, UCX_LOG_DIAG = 3 };
+enum { UCX_LOG_FATAL = 0, UCX_LOG_WARN = 2 };
 enum { UCX_LOG_STOP = 0, UCX_LOG_CONTINUE = 1 };
 
 typedef struct ucx_context ucx_context;
