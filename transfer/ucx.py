@@ -72,9 +72,9 @@ class UcxTransport:
         incarnation: Name of this run of the process; a fresh one by default.
         endpoint_max: Connections, those that drain included. More are refused.
         batch_max: Batches in flight.
-        heartbeat_interval_s, heartbeat_timeout_s: A peer silent for the timeout is lost, even if
-            nothing is in flight (UCX does not notice a stopped process). Interval 0: none; else the
-            timeout is at least three intervals.
+        heartbeat_interval_s, heartbeat_timeout_s: What we send; 0 is nothing. A peer that sends
+            heartbeats and is then silent for the timeout is lost, even if nothing is in flight (UCX
+            does not notice a stopped process). The timeout is at least three intervals.
         spin_s: How long the progress thread polls before it sleeps.
         library: Path of libucp; see ``find_library``.
 

@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Final, Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from kvpool._native import UcxEvent
 
 log = logging.getLogger(__name__)
+
+# Notes kept for an endpoint whose callback is not set yet; with one more it is closed.
+EARLY_NOTES_MAX: Final = 1024
 
 # Either (local bytes, offset in the peer's inbox) pairs, or a table of them: uint64 [n, 3] with
 # columns local address, size, remote offset, C-contiguous.
@@ -203,10 +206,13 @@ class UcxEndpoint:
     def arrived(self, note: bytes) -> None:
         """Hand a note to its callback, or keep it. For the transport's thread."""
         with self._lock:
-            if self._on_notification is None:
+            if self._on_notification is not None:
+                self._on_notification(note)
+            elif len(self._early) < EARLY_NOTES_MAX:
                 self._early.append(note)
             else:
-                self._on_notification(note)
+                log.error("nobody takes the notes of an endpoint: it is closed")
+                self.close()
 
     def end(self, error: KVPoolError) -> None:
         """Tell the owner that the connection is closed and drained. For the transport's thread."""

@@ -16,7 +16,9 @@ typedef struct {
     size_t inbox_part;          /* bytes of one connection's inbox, a multiple of the page size */
     size_t endpoint_max;        /* 1 to 4096 */
     size_t batch_max;           /* batches in flight, all endpoints, 1 to 65536 */
-    uint64_t heartbeat_interval_ns; /* 0: none; a peer silent for heartbeat_timeout_ns is lost */
+    /* What we send: 0 for nothing, else 1 ms to 1 h. A peer that sends them and is then silent for
+     * heartbeat_timeout_ns (at least three intervals of either side) is lost. */
+    uint64_t heartbeat_interval_ns;
     uint64_t heartbeat_timeout_ns;
     uint64_t spin_ns; /* how long to poll after the last progress while work is in flight */
 } kvp_ucx_config;

@@ -154,19 +154,20 @@ static bool beat(kvp_endpoint *endpoint)
 static bool step_open(kvp_endpoint *endpoint)
 {
     kvp_ucx *engine = endpoint->engine;
-    const kvp_ucx_config *config = &engine->config;
     if (engine->now_ns >= endpoint->next_deadline_ns) {
         kvp_endpoint_fail(endpoint, KVP_TIMEOUT, UCX_OK);
         return true;
     }
     wake_at(engine, endpoint->next_deadline_ns);
-    if (config->heartbeat_interval_ns != 0) {
-        if (engine->now_ns - endpoint->heard_ns >= config->heartbeat_timeout_ns) {
-            kvp_endpoint_fail(endpoint, KVP_TIMEOUT, UCX_OK);
-            return true;
-        }
-        wake_at(engine, endpoint->heard_ns + config->heartbeat_timeout_ns);
-        wake_at(engine, endpoint->beat_ns + config->heartbeat_interval_ns);
+    if (engine->now_ns - endpoint->heard_ns >= endpoint->silence_max_ns) {
+        kvp_endpoint_fail(endpoint, KVP_TIMEOUT, UCX_OK);
+        return true;
+    }
+    if (endpoint->silence_max_ns != UINT64_MAX) {
+        wake_at(engine, endpoint->heard_ns + endpoint->silence_max_ns);
+    }
+    if (engine->config.heartbeat_interval_ns != 0) {
+        wake_at(engine, endpoint->beat_ns + engine->config.heartbeat_interval_ns);
     }
     bool moved = beat(endpoint);
     return kvp_batch_step(endpoint) || moved;

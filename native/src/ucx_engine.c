@@ -10,6 +10,8 @@
 
 enum { ENDPOINTS_MAX = 4096, BATCHES_MAX = 65536 };
 
+static const uint64_t HEARTBEAT_MAX_NS = 3600000000000;
+
 uint64_t kvp_now_ns(void)
 {
     struct timespec now;
@@ -74,8 +76,10 @@ static bool sound(const kvp_ucx_config *config)
     bool inbox = config->inbox == 0 ? config->inbox_part == 0
                                     : config->inbox % page == 0 && config->inbox_part != 0 &&
                                           config->inbox_part % page == 0;
-    bool heart = config->heartbeat_interval_ns == 0 ||
-                 config->heartbeat_timeout_ns / 3 >= config->heartbeat_interval_ns;
+    /* Sent to the peer in milliseconds, 32 bits. */
+    uint64_t interval = config->heartbeat_interval_ns;
+    bool heart = interval == 0 || (interval >= 1000000 && interval <= HEARTBEAT_MAX_NS &&
+                                   config->heartbeat_timeout_ns / 3 >= interval);
     return inbox && heart && config->endpoint_max >= 1 && config->endpoint_max <= ENDPOINTS_MAX &&
            config->batch_max >= 1 && config->batch_max <= BATCHES_MAX;
 }

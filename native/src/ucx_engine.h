@@ -83,6 +83,7 @@ struct kvp_endpoint {
     kvp_status reason; /* of the close; set before the slot is CLOSING */
     ucx_status code;
     uint64_t heard_ns, beat_ns;
+    uint64_t silence_max_ns; /* UINT64_MAX: the peer has no heartbeat */
     uint64_t notes_arrived, credit_sent;
     bool beat_busy, hello_came;
     kvp_wire_head beat;

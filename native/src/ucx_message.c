@@ -69,6 +69,7 @@ void kvp_message_hello(kvp_endpoint *endpoint, kvp_status refusal)
         .refusal = (uint16_t)refusal,
         .from = (uint32_t)endpoint->index + 1,
         .note_window = KVP_NOTE_WINDOW,
+        .beat_ms = (uint32_t)(engine->config.heartbeat_interval_ns / 1000000),
     };
     memcpy(hello->incarnation, engine->incarnation, KVP_INCARNATION_BYTES);
     memcpy(hello->expected, endpoint->expected, KVP_INCARNATION_BYTES);
@@ -128,6 +129,12 @@ static void open_endpoint(kvp_endpoint *endpoint)
     }
     endpoint->peer_inbox = hello->inbox;
     endpoint->announced = true;
+    endpoint->silence_max_ns = UINT64_MAX;
+    if (hello->beat_ms != 0) {
+        uint64_t three_beats = (uint64_t)hello->beat_ms * 3000000;
+        uint64_t own = engine->config.heartbeat_timeout_ns;
+        endpoint->silence_max_ns = own > three_beats ? own : three_beats;
+    }
     endpoint->heard_ns = endpoint->beat_ns = engine->now_ns;
     kvp_ucx_event event = {
         .kind = KVP_UCX_OPENED,

@@ -16,6 +16,9 @@
 /* How long close() waits for endpoints to drain before the worker is torn down under them. */
 static const uint64_t SHUTDOWN_NS = 2000000000;
 
+/* How far past its time a wake-up is no longer explained by a busy machine. */
+static const uint64_t STALL_NS = 100000000;
+
 static void take_batches(kvp_ucx *engine)
 {
     kvp_batch *batch = engine->submitted;
@@ -82,10 +85,11 @@ static bool step_all(kvp_ucx *engine)
     return moved;
 }
 
-/* A thread that was stopped finds every peer silent for as long. That proves nothing about them. */
-static void forgive_silence(kvp_ucx *engine, uint64_t before_ns)
+/* A thread that wakes long after it meant to was stopped or starved, and finds every peer silent for
+ * as long. That proves nothing about them. */
+static void forgive_silence(kvp_ucx *engine)
 {
-    if (engine->now_ns - before_ns >= engine->config.heartbeat_timeout_ns / 2) {
+    if (engine->now_ns > engine->due_ns && engine->now_ns - engine->due_ns >= STALL_NS) {
         for (size_t i = 0; i < engine->live_count; i++) {
             engine->live[i]->heard_ns = engine->now_ns;
         }
@@ -164,10 +168,10 @@ static bool start(kvp_ucx *engine)
 static void loop(kvp_ucx *engine)
 {
     uint64_t moved_ns = 0, stop_ns = UINT64_MAX;
+    engine->due_ns = UINT64_MAX;
     for (;;) {
-        uint64_t before_ns = engine->now_ns;
         engine->now_ns = kvp_now_ns();
-        forgive_silence(engine, before_ns);
+        forgive_silence(engine);
         bool moved = take_orders(engine);
         moved = engine->ucp->worker_progress(engine->worker) != 0 || moved;
         moved = step_all(engine) || moved;

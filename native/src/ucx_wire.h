@@ -39,6 +39,8 @@ typedef struct {
     uint16_t refusal; /* a kvp_status; 0: welcome */
     uint32_t from;    /* the sender's slot index + 1, for the receiver's `to` */
     uint32_t note_window;
+    uint32_t beat_ms; /* the sender's heartbeat interval; 0: it has none, and silence is no sign */
+    uint32_t reserved; /* 0 */
     uint8_t incarnation[KVP_INCARNATION_BYTES];
     uint8_t expected[KVP_INCARNATION_BYTES]; /* whom the sender means to reach; 0: anybody */
     uint64_t inbox;
@@ -47,9 +49,9 @@ typedef struct {
 
 _Static_assert(sizeof(kvp_wire_head) == 24, "wire format");
 _Static_assert(offsetof(kvp_wire_head, credit) == 16, "wire format");
-_Static_assert(sizeof(kvp_wire_hello) == 88, "wire format");
-_Static_assert(offsetof(kvp_wire_hello, incarnation) == 40, "wire format");
-_Static_assert(offsetof(kvp_wire_hello, inbox) == 72, "wire format");
+_Static_assert(sizeof(kvp_wire_hello) == 96, "wire format");
+_Static_assert(offsetof(kvp_wire_hello, incarnation) == 48, "wire format");
+_Static_assert(offsetof(kvp_wire_hello, inbox) == 80, "wire format");
 _Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "wire format");
 
 #endif

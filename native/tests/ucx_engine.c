@@ -238,7 +238,7 @@ static void test_bad_settings(void)
     config.inbox_part = PART;
     CHECK(kvp_ucx_open(&config, reason, sizeof(reason), &engine) == KVP_INVALID);
     config.inbox = config.inbox_part = 0;
-    config.host = "192.0.2.1";
+    config.host = "203.0.113.1";
     CHECK(kvp_ucx_open(&config, reason, sizeof(reason), &engine) == KVP_INVALID);
     config.host = "::";
     CHECK(kvp_ucx_open(&config, reason, sizeof(reason), &engine) == KVP_INVALID);

@@ -2,7 +2,10 @@
 
 import hashlib
 import json
+import mmap
 import os
+import queue
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +23,7 @@ from kvpool.memory import Span
 from kvpool.transfer.ucx import UcxTransport
 from kvpool.transfer.ucx_endpoint import UcxEndpoint
 from tests.conftest import Count
-from tests.faults.ucx_peer import Peer, wait_until
+from tests.faults.ucx_peer import Peer, Server, wait_until
 
 pytestmark = pytest.mark.ucx
 
@@ -33,7 +36,7 @@ def transport() -> Iterator[UcxTransport]:
         yield transport
 
 
-def connect(transport: UcxTransport, peer: Peer) -> UcxEndpoint:
+def connect(transport: UcxTransport, peer: Server) -> UcxEndpoint:
     return transport.connect("127.0.0.1", peer.port, 10, peer.incarnation)
 
 
@@ -54,7 +57,7 @@ def scattered(
 def test_a_batch_arrives_whole_before_its_note(
     transport: UcxTransport, size: int, count: int
 ) -> None:
-    with Peer(inbox_bytes=4 * size * count) as peer:
+    with Server(inbox_bytes=4 * size * count) as peer:
         endpoint = connect(transport, peer)
         for seed in range(3):
             data = noise(size * count, seed)
@@ -67,7 +70,7 @@ def test_a_batch_arrives_whole_before_its_note(
 
 
 def test_large_puts_are_zero_copy(transport: UcxTransport) -> None:
-    with Peer() as peer:
+    with Server() as peer:
         endpoint = connect(transport, peer)
         data = noise(16 * MIB, 1)
         # A peer that does not read for a moment makes puts wait, and only those can be asked.
@@ -81,7 +84,7 @@ def test_large_puts_are_zero_copy(transport: UcxTransport) -> None:
 
 
 def test_a_killed_peer_ends_its_batches(transport: UcxTransport) -> None:
-    with Peer() as peer:
+    with Server() as peer:
         endpoint = connect(transport, peer)
         data = noise(16 * MIB, 1)
         peer.stop()  # so that the kill surely comes in mid-transfer
@@ -101,7 +104,7 @@ def test_a_killed_peer_ends_its_batches(transport: UcxTransport) -> None:
 
 
 def test_a_stopped_peer_costs_its_deadline_and_no_other(transport: UcxTransport) -> None:
-    with Peer() as stopped, Peer() as lively:
+    with Server() as stopped, Server() as lively:
         endpoint, other = connect(transport, stopped), connect(transport, lively)
         data = noise(32 * MIB, 1)
         stopped.stop()
@@ -126,18 +129,59 @@ def test_a_stopped_peer_costs_its_deadline_and_no_other(transport: UcxTransport)
 
 def test_a_silent_peer_is_lost_by_the_heartbeat() -> None:
     with (
-        Peer() as peer,
+        Server(heartbeat_s=0.1) as peer,
         UcxTransport(heartbeat_interval_s=0.1, heartbeat_timeout_s=0.5) as transport,
     ):
         endpoint = connect(transport, peer)
-        lost: list[UcxEndpoint] = []
-        endpoint.on_lost(lost.append)
+        lost = threading.Event()
+        endpoint.on_lost(lambda endpoint: lost.set())
+        assert not lost.wait(1.5)  # three times the timeout, in which nothing was put
         peer.stop()
-        wait_until(lambda: lost == [endpoint], 5)
+        assert lost.wait(5)
+
+
+def test_silence_is_no_sign_without_a_heartbeat() -> None:
+    with (
+        Server(heartbeat_s=0) as peer,
+        UcxTransport(heartbeat_interval_s=0.1, heartbeat_timeout_s=0.3) as transport,
+    ):
+        endpoint = connect(transport, peer)
+        lost = threading.Event()
+        endpoint.on_lost(lambda endpoint: lost.set())
+        assert not lost.wait(1)
+
+
+def test_nothing_lands_after_the_receiver_closed() -> None:
+    """What a stopped sender left in the kernel's buffers is dropped, not written."""
+    inbox = Span.of(np.frombuffer(mmap.mmap(-1, 32 * MIB), dtype=np.uint8))
+    accepted: queue.Queue[UcxEndpoint] = queue.Queue()
+    with UcxTransport(inbox=inbox, endpoint_max=2, heartbeat_interval_s=0) as receiver:
+        port = receiver.listen(accepted.put)
+        for _ in range(4):
+            with Peer("send", port, 16 * MIB) as sender:
+                endpoint = accepted.get(timeout=20)
+                assert endpoint.inbox is not None
+                part = endpoint.inbox.view()
+                part[:] = bytes(len(part))
+                wait_until(lambda: part[0] != 0)  # noqa: B023  # runs at once
+                sender.stop()
+                lost = threading.Event()
+                closed: list[bytes] = []
+
+                def on_lost(endpoint: UcxEndpoint) -> None:
+                    closed.append(hashlib.sha256(part).digest())  # noqa: B023  # within the round
+                    lost.set()  # noqa: B023
+
+                endpoint.on_lost(on_lost)
+                endpoint.close()
+                assert lost.wait(20)
+                sender.go_on()
+                assert sender.next("ended")["error"] == "PeerUnreachableError"
+                assert hashlib.sha256(part).digest() == closed[0]
 
 
 def test_nobody_listens(transport: UcxTransport) -> None:
-    with Peer() as peer:
+    with Server() as peer:
         port = peer.port
     start = time.monotonic()
     with pytest.raises(PeerUnreachableError):
@@ -146,14 +190,14 @@ def test_nobody_listens(transport: UcxTransport) -> None:
 
 
 def test_a_peer_that_does_not_greet_costs_the_timeout(transport: UcxTransport) -> None:
-    with Peer() as peer:
+    with Server() as peer:
         peer.stop()
         with pytest.raises(TransferTimeoutError):
             transport.connect("127.0.0.1", peer.port, 0.3)
 
 
 def test_another_run_is_refused(transport: UcxTransport) -> None:
-    with Peer() as peer:
+    with Server() as peer:
         with pytest.raises(StaleIncarnationError):
             transport.connect("127.0.0.1", peer.port, 10, Incarnation(bytes(15) + b"\1"))
         connect(transport, peer).close()
@@ -170,7 +214,7 @@ def test_connections_and_kills_leak_nothing(transport: UcxTransport, count: Coun
     spans = scattered(data, MIB)
     before = 0
     for cycle in range(count(10, 100)):
-        with Peer() as peer:
+        with Server() as peer:
             for _ in range(3):
                 connect(transport, peer).close()
                 peer.next("lost")

@@ -1,7 +1,8 @@
-"""A peer process for the tests of the UCX transport: it listens, and says what arrived.
+"""A peer process for the tests of the UCX transport. It says what happens to it.
 
-``python -m tests.faults.ucx_peer INBOX_BYTES`` writes one JSON object a line to stdout and ends
-when its stdin does.
+``python -m tests.faults.ucx_peer serve INBOX_BYTES HEARTBEAT_S`` listens and says what arrived;
+``... send PORT SIZE`` puts SIZE bytes over and over until that ends. One JSON object a line goes to
+stdout. The process ends when its stdin does.
 """
 
 import hashlib
@@ -20,6 +21,7 @@ from typing import Any, Self
 import numpy as np
 
 from kvpool.block import Incarnation
+from kvpool.errors import KVPoolError
 from kvpool.memory import Span
 from kvpool.transfer.ucx import UcxTransport
 from kvpool.transfer.ucx_endpoint import UcxEndpoint
@@ -44,20 +46,35 @@ def accept(endpoint: UcxEndpoint) -> None:
     say(event="connected", peer=endpoint.peer.hex())
 
 
-def main() -> None:
-    inbox = Span.of(np.frombuffer(mmap.mmap(-1, int(sys.argv[1])), dtype=np.uint8))
-    with UcxTransport(inbox=inbox, endpoint_max=4, heartbeat_interval_s=0) as transport:
+def serve(inbox_bytes: int, heartbeat_s: float) -> None:
+    inbox = Span.of(np.frombuffer(mmap.mmap(-1, inbox_bytes), dtype=np.uint8))
+    with UcxTransport(inbox=inbox, endpoint_max=4, heartbeat_interval_s=heartbeat_s) as transport:
         port = transport.listen(accept)
         say(event="listens", port=port, incarnation=transport.incarnation.hex())
+        sys.stdin.read()
+
+
+def send(port: int, size: int) -> None:
+    """Put other bytes each time, so that a late one would show."""
+    data = np.zeros(size, dtype=np.uint8)
+    with UcxTransport(heartbeat_interval_s=0) as transport:
+        endpoint = transport.connect("127.0.0.1", port, 20)
+        say(event="connected", peer=endpoint.peer.hex())
+        try:
+            while True:
+                data += 1
+                endpoint.put([(Span.of(data), 0)], 20, b"x").wait(20)
+        except KVPoolError as error:
+            say(event="ended", error=type(error).__name__)
         sys.stdin.read()
 
 
 class Peer:
     """The parent's side of such a process. Every wait has a deadline."""
 
-    def __init__(self, inbox_bytes: int = 64 << 20) -> None:
+    def __init__(self, mode: str, *arguments: object) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.ucx_peer", str(inbox_bytes)],
+            [sys.executable, "-m", "tests.faults.ucx_peer", mode, *map(str, arguments)],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -66,9 +83,6 @@ class Peer:
         self._said: queue.Queue[dict[str, Any]] = queue.Queue()
         self._reader = threading.Thread(target=self._read)
         self._reader.start()
-        hello = self.next("listens")
-        self.port: int = hello["port"]
-        self.incarnation = Incarnation(bytes.fromhex(hello["incarnation"]))
 
     def _read(self) -> None:
         assert self.process.stdout is not None
@@ -115,6 +129,16 @@ class Peer:
             pipe.close()
 
 
+class Server(Peer):
+    """A peer that listens."""
+
+    def __init__(self, inbox_bytes: int = 64 << 20, heartbeat_s: float = 0) -> None:
+        super().__init__("serve", inbox_bytes, heartbeat_s)
+        hello = self.next("listens")
+        self.port: int = hello["port"]
+        self.incarnation = Incarnation(bytes.fromhex(hello["incarnation"]))
+
+
 def wait_until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
     """Poll until the condition holds; fail at the deadline."""
     deadline = time.monotonic() + timeout_s
@@ -124,4 +148,7 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1] == "serve":
+        serve(int(sys.argv[2]), float(sys.argv[3]))
+    else:
+        send(int(sys.argv[2]), int(sys.argv[3]))

@@ -302,7 +302,7 @@ def test_listening_twice_and_taken_ports_are_refused(pair: Pair) -> None:
         pair.client.listen(lambda endpoint: None, pair.server.port)
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "192.0.2.1", "::"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "203.0.113.1", "::"])
 def test_only_loopback_unless_trusted(host: str) -> None:
     with pytest.raises(ConfigError) as caught:
         UcxTransport(host=host)
@@ -313,7 +313,7 @@ def test_only_loopback_unless_trusted(host: str) -> None:
     "settings",
     [
         {"host": "localhost"},
-        {"host": "192.0.2.1", "trusted_network": True},
+        {"host": "203.0.113.1", "trusted_network": True},
         {"host": "::", "trusted_network": True},
         {"endpoint_max": 0},
         {"batch_max": 0},
