@@ -61,8 +61,8 @@ typedef struct {
 } kvp_ucx_counts;
 
 /* Load the library (once a process), create context and worker, start the progress thread.
- * KVP_INVALID: a setting is out of range, the address is not of this host, or the library is older
- * than UCX 1.13. KVP_SYSTEM: the library cannot be loaded or refuses; `reason` (nullable, room for
+ * KVP_INVALID: a setting is out of range, or the address is not of this host. KVP_SYSTEM: the library
+ * cannot be loaded, is older than UCX 1.17, or refuses; `reason` (nullable, room for
  * reason_size bytes) says why. The inbox outlives the engine. */
 kvp_status kvp_ucx_open(const kvp_ucx_config *config, char *reason, size_t reason_size,
                         kvp_ucx **out);

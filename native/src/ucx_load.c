@@ -12,6 +12,10 @@
 
 #include "ucx_engine.h"
 
+/* 1.13 and 1.15 ignore the settings of TCP that are handed to a context, among them the address family,
+ * without which an IPv6 client can end a listening process. 1.17 takes them. */
+enum { OLDEST_MINOR = 17 };
+
 static pthread_mutex_t load_lock = PTHREAD_MUTEX_INITIALIZER;
 static kvp_ucp table;
 static bool loaded;
@@ -94,9 +98,9 @@ static bool load(const char *path, char *reason, size_t reason_size)
         return false;
     }
     table.get_version(&table.major, &table.minor, &table.release);
-    if (table.major != UCX_API_MAJOR || table.minor < UCX_API_MINOR) {
+    if (table.major != UCX_API_MAJOR || table.minor < OLDEST_MINOR) {
         snprintf(reason, reason_size, "UCX %u.%u is older than %d.%d or another generation",
-                 table.major, table.minor, UCX_API_MAJOR, UCX_API_MINOR);
+                 table.major, table.minor, UCX_API_MAJOR, OLDEST_MINOR);
         dlclose(library);
         return false;
     }

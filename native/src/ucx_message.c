@@ -7,9 +7,6 @@
 
 #include "ucx_engine.h"
 
-/* Packed remote keys of 1.13 and 1.22 cannot be read by one another. Equal is always right. */
-enum { RKEY_STABLE_MINOR = 18 };
-
 static const uint8_t ANYBODY[KVP_INCARNATION_BYTES];
 
 /* ---- messages out ----------------------------------------------------------------------------- */
@@ -97,10 +94,10 @@ static kvp_status judge(const kvp_endpoint *endpoint)
     if (hello->refusal != 0) {
         return hello->refusal == KVP_STALE ? KVP_STALE : KVP_INVALID;
     }
+    /* Two versions cannot read each other's remote keys, or fall back to copying puts in software:
+     * found between 1.13, 1.18 and 1.22. */
     bool same = hello->ucx_major == ucp->major && hello->ucx_minor == ucp->minor;
-    bool both_stable = hello->ucx_major == ucp->major && ucp->minor >= RKEY_STABLE_MINOR &&
-                       hello->ucx_minor >= RKEY_STABLE_MINOR;
-    if (!(same || both_stable) || hello->from == 0 || hello->note_window == 0 ||
+    if (!same || hello->from == 0 || hello->note_window == 0 ||
         hello->inbox + hello->inbox_bytes < hello->inbox ||
         (hello->inbox_bytes != 0) != (endpoint->peer_rkey_size != 0)) {
         return KVP_INVALID;
