@@ -32,16 +32,32 @@ void kvp_order(kvp_ucx *engine)
     }
 }
 
+void kvp_order_slot(kvp_endpoint *endpoint)
+{
+    kvp_ucx *engine = endpoint->engine;
+    if (!endpoint->wanted) {
+        endpoint->wanted = true;
+        endpoint->next_wanted = engine->wanted;
+        engine->wanted = endpoint;
+    }
+    kvp_order(engine);
+}
+
 kvp_endpoint *kvp_slot_take(kvp_ucx *engine, kvp_slot_state state)
 {
     for (size_t i = 0; i < engine->config.endpoint_max; i++) {
         kvp_endpoint *endpoint = &engine->endpoints[i];
         if (endpoint->state == SLOT_FREE) {
+            /* What outlives a connection: the generation, and a place in the list of orders. */
             uint32_t generation = endpoint->generation;
+            bool wanted = endpoint->wanted;
+            kvp_endpoint *next_wanted = endpoint->next_wanted;
             memset(endpoint, 0, sizeof(*endpoint));
             endpoint->engine = engine;
             endpoint->index = i;
             endpoint->generation = generation;
+            endpoint->wanted = wanted;
+            endpoint->next_wanted = next_wanted;
             endpoint->state = state;
             endpoint->next_deadline_ns = UINT64_MAX;
             engine->slots_used++;

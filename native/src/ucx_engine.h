@@ -58,6 +58,8 @@ struct kvp_endpoint {
     uint32_t generation;
     kvp_slot_state state;
     bool leave; /* somebody asked for the close */
+    bool wanted; /* in the engine's list of slots that somebody wants something of */
+    kvp_endpoint *next_wanted;
     uint64_t peer_inbox_bytes;
     uint64_t notes_submitted;
     uint64_t notes_credited; /* the peer has taken so many of them */
@@ -112,6 +114,7 @@ struct kvp_ucx {
     pthread_cond_t changed;
     /* [L] */
     kvp_batch *free_batches, *submitted, *submitted_last;
+    kvp_endpoint *wanted; /* to connect or to leave */
     size_t batches_used; /* counted until their event is taken, so that events never overflow */
     size_t slots_used;
     bool sleeping, stopping, events_stopped;
@@ -182,6 +185,7 @@ kvp_endpoint *kvp_slot_take(kvp_ucx *engine, kvp_slot_state state); /* null: non
 void kvp_slot_give(kvp_endpoint *endpoint);
 void kvp_event_push(kvp_ucx *engine, const kvp_ucx_event *event);
 void kvp_order(kvp_ucx *engine); /* tell the progress thread that something is wanted */
+void kvp_order_slot(kvp_endpoint *endpoint); /* the same, of this slot */
 uint64_t kvp_now_ns(void);
 
 /* ucx_progress.c: the thread's main function; `arg` is the engine */

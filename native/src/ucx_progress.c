@@ -40,8 +40,9 @@ static bool take_orders(kvp_ucx *engine)
     }
     engine->orders_seen = orders;
     pthread_mutex_lock(&engine->lock);
-    for (size_t i = 0; i < engine->config.endpoint_max; i++) {
-        kvp_endpoint *endpoint = &engine->endpoints[i];
+    for (kvp_endpoint *endpoint = engine->wanted; endpoint != NULL;
+         endpoint = endpoint->next_wanted) {
+        endpoint->wanted = false;
         if (endpoint->state == SLOT_CONNECTING) {
             endpoint->announced = true;
             engine->live[engine->live_count++] = endpoint;
@@ -50,6 +51,7 @@ static bool take_orders(kvp_ucx *engine)
             kvp_endpoint_fail(endpoint, KVP_CLOSED, UCX_OK);
         }
     }
+    engine->wanted = NULL;
     take_batches(engine);
     engine->leaving = engine->stopping;
     bool listen = engine->listen == LISTEN_WANTED;

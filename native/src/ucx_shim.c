@@ -68,7 +68,7 @@ kvp_status kvp_ucx_connect(kvp_ucx *engine, const char *host, uint16_t port,
             memcpy(slot->expected, expected, KVP_INCARNATION_BYTES);
         }
         *endpoint = kvp_endpoint_id(slot);
-        kvp_order(engine);
+        kvp_order_slot(slot);
     }
     pthread_mutex_unlock(&engine->lock);
     return slot == NULL ? KVP_FULL : KVP_OK;
@@ -83,7 +83,7 @@ kvp_status kvp_ucx_disconnect(kvp_ucx *engine, uint64_t endpoint)
     kvp_endpoint *slot = lookup(engine, endpoint);
     if (slot != NULL && slot->state < SLOT_CLOSED) {
         slot->leave = true;
-        kvp_order(engine);
+        kvp_order_slot(slot);
     }
     pthread_mutex_unlock(&engine->lock);
     return KVP_OK;
@@ -230,6 +230,9 @@ void kvp_ucx_stop_events(kvp_ucx *engine)
 
 kvp_status kvp_ucx_put_protocol(kvp_ucx *engine, char *text, size_t text_size)
 {
+    if (engine->pid != getpid()) {
+        return KVP_CLOSED;
+    }
     pthread_mutex_lock(&engine->lock);
     snprintf(text, text_size, "%s", engine->put_protocol);
     bool known = engine->put_protocol[0] != '\0';
@@ -239,6 +242,10 @@ kvp_status kvp_ucx_put_protocol(kvp_ucx *engine, char *text, size_t text_size)
 
 void kvp_ucx_count(kvp_ucx *engine, kvp_ucx_counts *out)
 {
+    if (engine->pid != getpid()) {
+        *out = (kvp_ucx_counts){0};
+        return;
+    }
     pthread_mutex_lock(&engine->lock);
     *out = (kvp_ucx_counts){
         .ucx_major = engine->ucp->major,
