@@ -15,11 +15,13 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpool.completion import Completion
 from kvpool.memory import Span
 from kvpool.transfer.ucx import UcxTransport
 from kvpool.transfer.ucx_endpoint import UcxEndpoint
@@ -89,7 +91,9 @@ class Race:
         reference: subprocess.Popen[str],
         batches: list[NDArray[np.uint64]],
         repeat: int,
+        depth: int,
     ) -> None:
+        self.depth = depth
         self.batches = batches
         self.repeat = repeat
         self.spent: list[float] = []
@@ -99,12 +103,17 @@ class Race:
         self._turn = 0
 
     def ours(self) -> float:
-        """Put ``repeat`` batches through the engine, one after another."""
+        """Put ``repeat`` batches through the engine, ``depth`` of them in flight."""
         begin = time.perf_counter()
+        flying: deque[Completion[int]] = deque()
         for _ in range(self.repeat):
+            if len(flying) == self.depth:
+                flying.popleft().wait(20)
             batch = self.batches[self._turn % len(self.batches)]
             self._turn += 1
-            self._endpoint.put(batch, 20, b"arrived").wait(20)
+            flying.append(self._endpoint.put(batch, 20, b"arrived"))
+        while flying:
+            flying.popleft().wait(20)
         self.spent.append(time.perf_counter() - begin)
         return self.spent[-1]
 
@@ -161,6 +170,7 @@ def main() -> None:
     arguments.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     arguments.add_argument("--pairs", type=int, default=31)
     arguments.add_argument("--repeat", type=int, default=4, help="batches in one half of a pair")
+    arguments.add_argument("--depth", type=int, default=1, help="our batches in flight")
     chosen = arguments.parse_args()
     if chosen.serve:
         serve()
@@ -174,7 +184,9 @@ def main() -> None:
         endpoint = transport.connect("127.0.0.1", int(line(server)), 20)
         source = memory()
         for name, (size, count) in JOBS.items():
-            race = Race(endpoint, reference, tables(source, size, count), chosen.repeat)
+            race = Race(
+                endpoint, reference, tables(source, size, count), chosen.repeat, chosen.depth
+            )
             print(json.dumps(race.result(name, chosen.pairs)), flush=True)
         for child in (reference, reference_server, server):
             assert child.stdin is not None
