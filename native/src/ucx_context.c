@@ -11,7 +11,7 @@
 
 #include "ucx_engine.h"
 
-/* Reasons and measurements: docs/decisions/0003-ucx-spike.md. */
+/* Reasons and measurements: docs/decisions/0003-ucx.md. */
 static const struct {
     const char *name, *value;
     bool needed; /* a library that does not know the others is used without them */
