@@ -81,9 +81,11 @@ class Engine(Protocol):
         note: bytes,
     ) -> Completion[int]:
         """Submit a batch; ``owner`` keeps its memory alive."""
+        ...
 
     def disconnect(self, endpoint_id: int) -> None:
         """Close an endpoint by force."""
+        ...
 
 
 class UcxEndpoint:
