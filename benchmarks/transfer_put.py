@@ -171,6 +171,7 @@ def main() -> None:
     arguments.add_argument("--pairs", type=int, default=31)
     arguments.add_argument("--repeat", type=int, default=4, help="batches in one half of a pair")
     arguments.add_argument("--depth", type=int, default=1, help="our batches in flight")
+    arguments.add_argument("--poll", action="store_true", help="the reference never sleeps")
     chosen = arguments.parse_args()
     if chosen.serve:
         serve()
@@ -179,7 +180,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, UcxTransport(endpoint_max=1) as transport:
         program = build(Path(folder))
         reference_server = start(program, library, "serve", str(MEMORY_BYTES))
-        reference = start(program, library, "send", line(reference_server), str(MEMORY_BYTES))
+        mode = "poll" if chosen.poll else "send"
+        reference = start(program, library, mode, line(reference_server), str(MEMORY_BYTES))
         server = start(sys.executable, __file__, "--serve")
         endpoint = transport.connect("127.0.0.1", int(line(server)), 20)
         source = memory()

@@ -6,7 +6,8 @@
  *
  * Same library, settings, error handling mode and spans as the engine: distinct blocks of a source
  * as large as the destination, which both rotate through. One thread a side, no queue, no note. Both
- * poll for 50 us after the last progress and then sleep, as the engine does.
+ * poll for 50 us after the last progress and then sleep, as the engine does; with `poll` instead of
+ * `send` the sender never sleeps while it waits.
  */
 #include <netinet/in.h>
 #include <arpa/inet.h>
@@ -18,7 +19,7 @@
 
 #include "../../native/src/ucx_engine.h"
 
-enum { AM_ID = 5, SPIN_NS = 50000 };
+enum { AM_ID = 5 };
 
 typedef struct {
     uint64_t address;
@@ -33,6 +34,7 @@ static ucx_ep *accepted;
 static offer remote;
 static size_t waiting;
 static int failed;
+static uint64_t spin_ns = 50000;
 
 static void check(int good, const char *what)
 {
@@ -149,7 +151,7 @@ static void wait_for_work(struct pollfd *stop)
     }
     if (ucp->worker_progress(worker) != 0) {
         moved_ns = now_ns();
-    } else if (now_ns() - moved_ns > SPIN_NS && ucp->worker_arm(worker) == UCX_OK) {
+    } else if (now_ns() - moved_ns > spin_ns && ucp->worker_arm(worker) == UCX_OK) {
         ready[1].fd = stop == NULL ? -1 : stop->fd;
         poll(ready, 2, -1);
         if (stop != NULL) {
@@ -253,7 +255,8 @@ int main(int argc, char **argv)
 {
     if (argc == 4 && strcmp(argv[2], "serve") == 0) {
         serve(argv[1], strtoull(argv[3], NULL, 10));
-    } else if (argc == 5 && strcmp(argv[2], "send") == 0) {
+    } else if (argc == 5 && (strcmp(argv[2], "send") == 0 || strcmp(argv[2], "poll") == 0)) {
+        spin_ns = strcmp(argv[2], "poll") == 0 ? UINT64_MAX : spin_ns;
         send_all(argv[1], argv[3], strtoull(argv[4], NULL, 10));
     } else {
         check(0, "usage: ucx_put LIBRARY serve BYTES | ucx_put LIBRARY send PORT BYTES");
