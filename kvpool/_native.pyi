@@ -1,6 +1,6 @@
-"""The C core as Python sees it: native/include/kvpool_api.h, through cffi.
+"""The C core as Python sees it: native/include/kvpool_api.h and kvpool_ucx_api.h, through cffi.
 
-That header says what each function does, who owns what, and which threads may call; a test compares
+Those headers say what each function does, who owns what, and which threads may call; a test compares
 the names here with those compiled. Functions run without the GIL. An argument that is a pointer is
 a CData, or bytes where C only reads; a nullable one may be ``ffi.NULL``, never None. A result
 called a status in the header is one of ``lib.KVP_*``.
@@ -54,6 +54,21 @@ class ArenaCounts(CData):
     pins: int
     grants: int
 
+class UcxEvent(CData):
+    """A ``kvp_ucx_event *``."""
+
+    kind: int
+    status: int
+    ucx_code: int
+    accepted: int
+    endpoint: int
+    cookie: int
+    inbox_offset: int
+    peer_inbox_bytes: int
+    peer: CData
+    note_size: int
+    note: CData
+
 class CBuffer:
     """The bytes behind a pointer. Does not keep them alive."""
 
@@ -76,12 +91,16 @@ class FFI:
     # that only C looks into.
     @overload
     def new(  # type: ignore[overload-overlap]
-        self, cdecl: Literal["kvp_arena **", "kvp_window **", "kvp_mailbox **"], /
+        self, cdecl: Literal["kvp_arena **", "kvp_window **", "kvp_mailbox **", "kvp_ucx **"], /
     ) -> PointerCData: ...
     @overload
     def new(  # type: ignore[overload-overlap]
         self, cdecl: Literal["kvp_arena_counts *"], /
     ) -> ArenaCounts: ...
+    @overload
+    def new(  # type: ignore[overload-overlap]
+        self, cdecl: Literal["kvp_ucx_event *"], /
+    ) -> UcxEvent: ...
     @overload
     def new(self, cdecl: str, init: object = ..., /) -> IntCData: ...
     def cast(self, cdecl: str, value: CData | int, /) -> IntCData: ...
@@ -103,7 +122,7 @@ class FFI:
     ) -> _Pointer: ...
 
 class Lib:
-    """Every function and constant of kvpool_api.h."""
+    """Every function and constant of the two headers."""
 
     KVP_OK: Final = 0
     KVP_MISS: Final = 1
@@ -116,6 +135,11 @@ class Lib:
     KVP_CLOSED: Final = 8
     KVP_TIMEOUT: Final = 9
     KVP_PEER: Final = 10
+
+    KVP_UCX_OPENED: Final = 1
+    KVP_UCX_ARRIVED: Final = 2
+    KVP_UCX_BATCH: Final = 3
+    KVP_UCX_CLOSED: Final = 4
 
     # hash.c
     def kvp_sha256(self, data: CData | bytes, size: int, digest: CData, /) -> None: ...
@@ -236,6 +260,42 @@ class Lib:
 
     # process.c
     def kvp_die_with_parent(self, signal_number: int, /) -> int: ...
+
+    # ucx_*.c
+    def kvp_ucx_open(
+        self, config: CData, reason: CData, reason_size: int, out: CData, /
+    ) -> int: ...
+    def kvp_ucx_close(self, engine: CData, /) -> None: ...
+    def kvp_ucx_listen(self, engine: CData, port: int, bound: CData, ucx_code: CData, /) -> int: ...
+    def kvp_ucx_connect(
+        self,
+        engine: CData,
+        host: CData | bytes,
+        port: int,
+        expected: CData | bytes,
+        timeout_ns: int,
+        endpoint: CData,
+        /,
+    ) -> int: ...
+    def kvp_ucx_disconnect(self, engine: CData, endpoint: int, /) -> int: ...
+    def kvp_ucx_put(
+        self,
+        engine: CData,
+        endpoint: int,
+        spans: CData,
+        count: int,
+        note: CData | bytes,
+        note_size: int,
+        timeout_ns: int,
+        cookie: int,
+        /,
+    ) -> int: ...
+    def kvp_ucx_next_event(self, engine: CData, timeout_ns: int, event: CData, /) -> int: ...
+    def kvp_ucx_release(self, engine: CData, endpoint: int, /) -> int: ...
+    def kvp_ucx_stop_events(self, engine: CData, /) -> None: ...
+    def kvp_ucx_put_protocol(self, engine: CData, text: CData, text_size: int, /) -> int: ...
+    def kvp_ucx_count(self, engine: CData, out: CData, /) -> None: ...
+    def kvp_ucx_last_warning(self, text: CData, text_size: int, /) -> int: ...
 
 ffi: FFI
 lib: Lib

@@ -9,7 +9,8 @@ from cffi import FFI
 HERE = Path("native")
 
 ffibuilder = FFI()
-ffibuilder.cdef((HERE / "include" / "kvpool_api.h").read_text())
+for header in ("kvpool_api.h", "kvpool_ucx_api.h"):
+    ffibuilder.cdef((HERE / "include" / header).read_text())
 ffibuilder.set_source(
     "kvpool._native",
     '#include "kvpool.h"',

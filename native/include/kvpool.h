@@ -1,5 +1,5 @@
 /* What every C source of kvpool includes: the declarations that Python sees, and the C library's
- * types they are made of. kvpool_api.h itself holds no preprocessor line: cffi parses it. */
+ * types they are made of. The api files hold no preprocessor line: cffi parses them. */
 #ifndef KVPOOL_H
 #define KVPOOL_H
 
@@ -7,5 +7,6 @@
 #include <stdint.h>
 
 #include "kvpool_api.h"
+#include "kvpool_ucx_api.h"
 
 #endif

@@ -58,7 +58,9 @@ def build(test: Path, flags: list[str], objects: dict[str, Path], program: Path)
 
 
 def test_every_source_has_a_test() -> None:
-    untested = {path.stem for path in SOURCES} - {path.stem.removeprefix("test_") for path in TESTS}
+    # The sources of the UCX engine are tested together: test_ucx_engine.py.
+    alone = {path.stem for path in SOURCES if not path.stem.startswith("ucx_")}
+    untested = alone - {path.stem.removeprefix("test_") for path in TESTS}
     assert not untested
 
 

@@ -1,0 +1,109 @@
+/* The UCX engine as Python sees it: one-sided puts between processes. No preprocessor lines here.
+ *
+ * Conventions of kvpool_api.h hold. One engine owns one UCX context, one worker and one progress
+ * thread, and that thread makes every ucp call. An endpoint is one connection; endpoint slot i owns
+ * part i of the inbox, into which its peer puts. All handles are numbers that carry a generation, so
+ * a stale one is refused, never followed. After a fork the child's calls answer KVP_CLOSED.
+ */
+
+typedef struct kvp_ucx kvp_ucx;
+
+typedef struct {
+    const char *library; /* path of libucp.so, or a bare name for the loader to find */
+    const char *host;    /* numeric address to bind and to connect from; decides device and family */
+    const uint8_t *incarnation; /* 16 bytes */
+    uintptr_t inbox;            /* page aligned, endpoint_max * inbox_part bytes; 0 for none */
+    size_t inbox_part;          /* bytes of one connection's inbox, a multiple of the page size */
+    size_t endpoint_max;        /* 1 to 4096 */
+    size_t batch_max;           /* batches in flight, all endpoints, 1 to 65536 */
+    /* What we send: 0 for nothing, else 1 ms to 1 h. A peer that sends them and is then silent for
+     * heartbeat_timeout_ns (at least three intervals of either side) is lost. */
+    uint64_t heartbeat_interval_ns;
+    uint64_t heartbeat_timeout_ns;
+    uint64_t spin_ns; /* how long to poll after the last progress while work is in flight */
+} kvp_ucx_config;
+
+/* One put: `size` bytes at `local` to `remote_offset` in the peer's inbox part. */
+typedef struct {
+    uint64_t local;
+    uint64_t size;
+    uint64_t remote_offset;
+} kvp_ucx_span;
+
+typedef enum {
+    KVP_UCX_OPENED = 1,  /* handshake done: `inbox_offset`, `peer` and `accepted` are set */
+    KVP_UCX_ARRIVED = 2, /* a note: everything put before it is visible */
+    KVP_UCX_BATCH = 3,   /* the batch `cookie` ended with `status`: its local buffers are free */
+    KVP_UCX_CLOSED = 4   /* closed and drained for the reason `status`: nobody writes any more */
+} kvp_ucx_event_kind;
+
+typedef struct {
+    kvp_ucx_event_kind kind;
+    kvp_status status;
+    int ucx_code;      /* what libucp answered, 0 if it was not libucp that ended it */
+    int accepted;      /* OPENED: 1 if the peer connected to us */
+    uint64_t endpoint;
+    uint64_t cookie;   /* BATCH: as given to kvp_ucx_put */
+    uint64_t inbox_offset; /* OPENED: where our inbox part for this peer starts */
+    uint64_t peer_inbox_bytes;
+    uint8_t peer[16];  /* OPENED; CLOSED with KVP_STALE: the peer's incarnation */
+    size_t note_size;
+    uint8_t note[1024];
+} kvp_ucx_event;
+
+typedef struct {
+    unsigned ucx_major, ucx_minor, ucx_release;
+    size_t endpoints; /* slots in use, draining included */
+    size_t batches;   /* submitted and not yet handed out as an event */
+    uint64_t wakeups; /* times the progress thread left its sleep */
+    uint64_t puts;
+    uint64_t put_bytes;
+} kvp_ucx_counts;
+
+/* Load the library (once a process), create context and worker, start the progress thread.
+ * KVP_INVALID: a setting is out of range, or the address is not of this host. KVP_SYSTEM: the library
+ * cannot be loaded, is older than UCX 1.17, or refuses; `reason` (nullable, room for
+ * reason_size bytes) says why. The inbox outlives the engine. */
+kvp_status kvp_ucx_open(const kvp_ucx_config *config, char *reason, size_t reason_size,
+                        kvp_ucx **out);
+/* Force-close every endpoint, end every batch with KVP_CLOSED, stop the thread. Bounded to about
+ * 3 s. No other call may be running or follow. Null is allowed. Events not taken are lost. */
+void kvp_ucx_close(kvp_ucx *engine);
+
+/* Listen on the engine's host. `port` 0 takes a free one; *bound is the port. KVP_BUSY: listens
+ * already; KVP_SYSTEM: refused, the code is in *ucx_code. Blocks for the progress thread. */
+kvp_status kvp_ucx_listen(kvp_ucx *engine, uint16_t port, uint16_t *bound, int *ucx_code);
+
+/* Start to connect; OPENED or CLOSED follows within timeout_ns. `expected` (nullable): the
+ * incarnation that must answer, else CLOSED with KVP_STALE. KVP_FULL: no endpoint slot is free. */
+kvp_status kvp_ucx_connect(kvp_ucx *engine, const char *host, uint16_t port,
+                           const uint8_t *expected, uint64_t timeout_ns, uint64_t *endpoint);
+/* Force-close; CLOSED follows. Closing twice, or a stale handle, is harmless. Never blocks. */
+kvp_status kvp_ucx_disconnect(kvp_ucx *engine, uint64_t endpoint);
+
+/* Put `count` spans, flush, then deliver `note` (note_size 0: none) and BATCH follows within
+ * timeout_ns. Batches of one endpoint are posted and notified in order. On a deadline the whole
+ * endpoint is force-closed: a put cannot be called back otherwise. Never blocks, never posts.
+ *
+ * `spans` and the memory they name belong to the engine until BATCH. KVP_INVALID: a span is empty
+ * or passes the end of the peer's inbox, nothing to do, or note_size > 1024; nothing was done.
+ * KVP_FULL: batch_max are in flight, or the peer has not taken enough of the earlier notes.
+ * KVP_CLOSED: the endpoint is not open (any more). */
+kvp_status kvp_ucx_put(kvp_ucx *engine, uint64_t endpoint, const kvp_ucx_span *spans, size_t count,
+                       const uint8_t *note, size_t note_size, uint64_t timeout_ns, uint64_t cookie);
+
+/* Take the next event; KVP_MISS after timeout_ns. CLOSED is the last event of its endpoint. One
+ * thread at a time. */
+kvp_status kvp_ucx_next_event(kvp_ucx *engine, uint64_t timeout_ns, kvp_ucx_event *event);
+/* Give the slot of a CLOSED endpoint and its inbox part to the next connection. Only now may another
+ * peer write there. KVP_BUSY before CLOSED was taken; harmless twice. */
+kvp_status kvp_ucx_release(kvp_ucx *engine, uint64_t endpoint);
+/* Make a waiting kvp_ucx_next_event answer KVP_CLOSED, now and from now on. */
+void kvp_ucx_stop_events(kvp_ucx *engine);
+
+/* How libucp described the latest put that did not complete at once ("zero-copy ..."), as a string.
+ * KVP_MISS: every put completed at once so far. For tests and `kvpool doctor`. */
+kvp_status kvp_ucx_put_protocol(kvp_ucx *engine, char *text, size_t text_size);
+void kvp_ucx_count(kvp_ucx *engine, kvp_ucx_counts *out);
+/* The latest warning of the library in this process, and how many there were. */
+uint64_t kvp_ucx_last_warning(char *text, size_t text_size);

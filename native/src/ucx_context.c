@@ -1,0 +1,235 @@
+/* The context, worker, listener and inbox registration of one engine, and the addresses they use.
+ *
+ * Everything here but the address functions runs on the progress thread. Settings are handed to
+ * libucp one by one; the process's environment is neither read nor written by us.
+ */
+#include <arpa/inet.h>
+#include <ifaddrs.h>
+#include <net/if.h>
+#include <netinet/in.h>
+#include <string.h>
+
+#include "ucx_engine.h"
+
+/* Reasons and measurements: docs/decisions/0003-ucx.md. */
+static const struct {
+    const char *name, *value;
+    bool needed; /* a library that does not know the others is used without them */
+} SETTINGS[] = {
+    {"TLS", "tcp", true},
+    /* Rendezvous keeps the put protocol from being zero-copy with error handling on. */
+    {"RNDV_THRESH", "inf", true},
+    {"TCP_CM_REUSEADDR", "y", false},
+    /* Since 1.22. It finds a dead link under traffic; the batch's own deadline is the limit. */
+    {"TCP_USER_TIMEOUT", "3s", false},
+    {"TCP_KEEPIDLE", "2s", false},
+    {"TCP_KEEPINTVL", "1s", false},
+};
+
+static bool is_wildcard(const struct sockaddr_storage *host)
+{
+    return host->ss_family == AF_INET &&
+           ((const struct sockaddr_in *)host)->sin_addr.s_addr == INADDR_ANY;
+}
+
+static bool same_host(const struct sockaddr_storage *a, const struct sockaddr *b)
+{
+    if (b == NULL || a->ss_family != b->sa_family) {
+        return false;
+    }
+    if (a->ss_family == AF_INET) {
+        return memcmp(&((const struct sockaddr_in *)a)->sin_addr,
+                      &((const struct sockaddr_in *)(const void *)b)->sin_addr,
+                      sizeof(struct in_addr)) == 0;
+    }
+    return memcmp(&((const struct sockaddr_in6 *)a)->sin6_addr,
+                  &((const struct sockaddr_in6 *)(const void *)b)->sin6_addr,
+                  sizeof(struct in6_addr)) == 0;
+}
+
+kvp_status kvp_parse_address(const char *host, uint16_t port, struct sockaddr_storage *out,
+                             socklen_t *size)
+{
+    memset(out, 0, sizeof(*out));
+    struct sockaddr_in *four = (struct sockaddr_in *)out;
+    struct sockaddr_in6 *six = (struct sockaddr_in6 *)out;
+    if (inet_pton(AF_INET, host, &four->sin_addr) == 1) {
+        four->sin_family = AF_INET;
+        four->sin_port = htons(port);
+        *size = sizeof(*four);
+        return KVP_OK;
+    }
+    /* A wildcard of IPv6 would listen on both families, which the library does not survive. */
+    if (inet_pton(AF_INET6, host, &six->sin6_addr) == 1 &&
+        memcmp(&six->sin6_addr, &in6addr_any, sizeof(in6addr_any)) != 0) {
+        six->sin6_family = AF_INET6;
+        six->sin6_port = htons(port);
+        *size = sizeof(*six);
+        return KVP_OK;
+    }
+    return KVP_INVALID;
+}
+
+kvp_status kvp_find_device(const struct sockaddr_storage *host, char *name, size_t size)
+{
+    if (is_wildcard(host)) {
+        snprintf(name, size, "all");
+        return KVP_OK;
+    }
+    struct ifaddrs *all;
+    if (getifaddrs(&all) != 0) {
+        return KVP_SYSTEM;
+    }
+    kvp_status status = KVP_INVALID;
+    for (const struct ifaddrs *each = all; each != NULL; each = each->ifa_next) {
+        if (same_host(host, each->ifa_addr)) {
+            snprintf(name, size, "%s", each->ifa_name);
+            status = KVP_OK;
+            break;
+        }
+    }
+    freeifaddrs(all);
+    return status;
+}
+
+static kvp_status refuse(kvp_ucx *engine, const char *what, ucx_status code)
+{
+    snprintf(engine->start_reason, sizeof(engine->start_reason), "%s answered %d", what, code);
+    return KVP_SYSTEM;
+}
+
+static kvp_status configure(kvp_ucx *engine, ucx_config *config)
+{
+    const kvp_ucp *ucp = engine->ucp;
+    for (size_t i = 0; i < sizeof(SETTINGS) / sizeof(SETTINGS[0]); i++) {
+        ucx_status code = ucp->config_modify(config, SETTINGS[i].name, SETTINGS[i].value);
+        if (code != UCX_OK && SETTINGS[i].needed) {
+            return refuse(engine, SETTINGS[i].name, code);
+        }
+    }
+    ucx_status code = ucp->config_modify(config, "NET_DEVICES", engine->device);
+    if (code != UCX_OK) {
+        return refuse(engine, "NET_DEVICES", code);
+    }
+    /* One family a context: with the default order an IPv6 client ends a "::1" listener's process. */
+    const char *family = engine->host.ss_family == AF_INET6 ? "inet6" : "inet";
+    code = ucp->config_modify(config, "TCP_AF_PRIO", family);
+    return code == UCX_OK ? KVP_OK : refuse(engine, "TCP_AF_PRIO", code);
+}
+
+static kvp_status register_inbox(kvp_ucx *engine)
+{
+    const kvp_ucp *ucp = engine->ucp;
+    for (size_t i = 0; engine->config.inbox != 0 && i < engine->config.endpoint_max; i++) {
+        ucx_map_params params = {
+            .field_mask = UCX_MAP_ADDRESS | UCX_MAP_LENGTH | UCX_MAP_PROT,
+            .address = (void *)(engine->config.inbox + i * engine->config.inbox_part),
+            .length = engine->config.inbox_part,
+            .prot = UCX_PROT_LOCAL_READ | UCX_PROT_LOCAL_WRITE | UCX_PROT_REMOTE_WRITE,
+        };
+        kvp_inbox_part *part = &engine->parts[i];
+        ucx_status code = ucp->mem_map(engine->context, &params, &part->memory);
+        if (code != UCX_OK) {
+            return refuse(engine, "mem_map of the inbox", code);
+        }
+        code = ucp->rkey_pack(engine->context, part->memory, &part->rkey, &part->rkey_size);
+        if (code != UCX_OK || part->rkey_size > KVP_RKEY_BYTES_MAX) {
+            return refuse(engine, "rkey_pack of the inbox", code);
+        }
+    }
+    return KVP_OK;
+}
+
+static kvp_status open_worker(kvp_ucx *engine)
+{
+    const kvp_ucp *ucp = engine->ucp;
+    ucx_worker_params worker_params = {0};
+    ucx_status code = ucp->worker_create(engine->context, &worker_params, &engine->worker);
+    if (code != UCX_OK) {
+        return refuse(engine, "worker_create", code);
+    }
+    ucx_am_handler handler = {
+        .field_mask = UCX_AM_HANDLER_ID | UCX_AM_HANDLER_CB | UCX_AM_HANDLER_ARG,
+        .id = KVP_AM_ID,
+        .cb = kvp_message_take,
+        .arg = engine,
+    };
+    code = ucp->worker_set_am_recv_handler(engine->worker, &handler);
+    return code == UCX_OK ? KVP_OK : refuse(engine, "set_am_recv_handler", code);
+}
+
+kvp_status kvp_context_open(kvp_ucx *engine)
+{
+    const kvp_ucp *ucp = engine->ucp;
+    ucx_config *config;
+    ucx_status code = ucp->config_read(NULL, NULL, &config);
+    if (code != UCX_OK) {
+        return refuse(engine, "config_read", code);
+    }
+    kvp_status status = configure(engine, config);
+    if (status == KVP_OK) {
+        ucx_params params = {
+            .field_mask = UCX_PARAM_FEATURES,
+            .features = UCX_FEATURE_RMA | UCX_FEATURE_AM | UCX_FEATURE_WAKEUP,
+        };
+        code = ucp->init_version(UCX_API_MAJOR, UCX_API_MINOR, &params, config, &engine->context);
+        status = code == UCX_OK ? KVP_OK : refuse(engine, "init", code);
+    }
+    ucp->config_release(config);
+    if (status == KVP_OK) {
+        status = open_worker(engine);
+    }
+    return status == KVP_OK ? register_inbox(engine) : status;
+}
+
+void kvp_context_close(kvp_ucx *engine)
+{
+    const kvp_ucp *ucp = engine->ucp;
+    if (engine->listener != NULL) {
+        ucp->listener_destroy(engine->listener);
+    }
+    if (engine->worker != NULL) {
+        ucp->worker_destroy(engine->worker);
+    }
+    for (size_t i = 0; i < engine->config.endpoint_max; i++) {
+        if (engine->parts[i].rkey != NULL) {
+            ucp->rkey_buffer_release(engine->parts[i].rkey);
+        }
+        if (engine->parts[i].memory != NULL) {
+            ucp->mem_unmap(engine->context, engine->parts[i].memory);
+        }
+    }
+    if (engine->context != NULL) {
+        ucp->cleanup(engine->context);
+    }
+}
+
+static void take_connection(ucx_conn_request *request, void *arg)
+{
+    kvp_ucx *engine = arg;
+    if (engine->pending_count < KVP_PENDING_CONNECTIONS_MAX) {
+        engine->pending[engine->pending_count++] = request;
+    } else {
+        engine->ucp->listener_reject(engine->listener, request);
+    }
+}
+
+ucx_status kvp_context_listen(kvp_ucx *engine)
+{
+    struct sockaddr_storage address = engine->host;
+    /* sin_port and sin6_port lie at the same offset. */
+    ((struct sockaddr_in *)&address)->sin_port = htons(engine->listen_port);
+    ucx_listener_params params = {
+        .field_mask = UCX_LISTENER_SOCK_ADDR | UCX_LISTENER_CONN_HANDLER,
+        .sockaddr = {(const struct sockaddr *)&address, engine->host_size},
+        .conn_handler = {take_connection, engine},
+    };
+    ucx_status code = engine->ucp->listener_create(engine->worker, &params, &engine->listener);
+    if (code != UCX_OK) {
+        return code;
+    }
+    ucx_listener_attr attr = {.field_mask = UCX_LISTENER_ATTR_SOCKADDR};
+    code = engine->ucp->listener_query(engine->listener, &attr);
+    engine->listen_port = ntohs(((const struct sockaddr_in *)&attr.sockaddr)->sin_port);
+    return code;
+}

@@ -1,0 +1,197 @@
+/* What the files of the UCX engine share: the engine, its endpoints and batches, and who owns which.
+ *
+ * `lock` guards every field marked [L]. All others belong to the progress thread alone. The lock is
+ * never held across a ucp call.
+ */
+#ifndef KVP_UCX_ENGINE_H
+#define KVP_UCX_ENGINE_H
+
+#include <pthread.h>
+#include <stdatomic.h>
+#include <stdbool.h>
+#include <sys/types.h>
+
+#include "kvpool.h"
+#include "ucx_load.h"
+#include "ucx_wire.h"
+
+enum {
+    KVP_PENDING_CONNECTIONS_MAX = 64, /* accepted by UCX, not yet by the progress thread */
+    KVP_PROTOCOL_TEXT_MAX = 256
+};
+
+typedef enum { BATCH_FREE, BATCH_QUEUED, BATCH_POSTED, BATCH_FLUSHED, BATCH_NOTIFYING } kvp_stage;
+
+typedef struct kvp_batch kvp_batch;
+typedef struct kvp_endpoint kvp_endpoint;
+
+struct kvp_batch {
+    kvp_endpoint *endpoint;
+    kvp_batch *next; /* [L] in the free and submitted lists, then the endpoint's own list */
+    const kvp_ucx_span *spans;
+    size_t count;
+    size_t posted;
+    size_t pending; /* requests of this batch that libucp still holds */
+    uint64_t deadline_ns;
+    uint64_t cookie;
+    kvp_stage stage;
+    size_t note_size;
+    kvp_wire_head head; /* of the message that carries the note */
+    uint8_t note[KVP_NOTE_BYTES_MAX];
+};
+
+typedef enum {
+    SLOT_FREE,
+    SLOT_CONNECTING, /* by us, not yet created */
+    SLOT_GREETING,   /* created, waiting for the peer's hello */
+    SLOT_REFUSED,    /* told the peer no, waiting for it to go */
+    SLOT_OPEN,
+    SLOT_CLOSING, /* force close under way */
+    SLOT_CLOSED,  /* drained; its event is not yet taken */
+    SLOT_TOLD     /* taken; not yet released */
+} kvp_slot_state;
+
+struct kvp_endpoint {
+    kvp_ucx *engine;
+    size_t index;
+    /* [L]. While the slot is live only the progress thread writes `state`, so it may read it bare. */
+    uint32_t generation;
+    kvp_slot_state state;
+    bool leave; /* somebody asked for the close */
+    bool wanted; /* in the engine's list of slots that somebody wants something of */
+    kvp_endpoint *next_wanted;
+    uint64_t peer_inbox_bytes;
+    uint64_t notes_submitted;
+    uint64_t notes_credited; /* the peer has taken so many of them */
+    uint64_t note_window;
+    /* Between our reader and the progress thread. */
+    atomic_uint_fast64_t notes_taken;
+    /* progress thread */
+    bool accepted;
+    uint8_t expected[KVP_INCARNATION_BYTES]; /* 0: anybody */
+    struct sockaddr_storage address;
+    socklen_t address_size;
+    ucx_ep *ep;
+    ucx_rkey *rkey;
+    uint64_t peer_inbox;
+    uint32_t peer_id; /* what the peer calls this connection */
+    uint64_t greeting_deadline_ns;
+    uint64_t next_deadline_ns; /* earliest of its batches; UINT64_MAX if none */
+    kvp_batch *first, *last, *posting;
+    size_t waiting_puts; /* that libucp has not completed */
+    size_t requests;     /* of any kind that libucp still holds */
+    bool announced;      /* our reader knows of it, and gets CLOSED */
+    bool failed, closed;
+    kvp_status reason; /* of the close; set before the slot is CLOSING */
+    ucx_status code;
+    uint64_t heard_ns, beat_ns;
+    uint64_t silence_max_ns; /* UINT64_MAX: the peer has no heartbeat */
+    uint64_t notes_arrived, credit_sent;
+    bool beat_busy, hello_came;
+    kvp_wire_head beat;
+    kvp_wire_hello hello_out, hello_in;
+    uint8_t peer_rkey[KVP_RKEY_BYTES_MAX];
+    size_t peer_rkey_size;
+};
+
+typedef struct {
+    ucx_memory *memory;
+    void *rkey;
+    size_t rkey_size;
+} kvp_inbox_part;
+
+struct kvp_ucx {
+    const kvp_ucp *ucp;
+    kvp_ucx_config config; /* library and host are not kept */
+    uint8_t incarnation[KVP_INCARNATION_BYTES];
+    struct sockaddr_storage host;
+    socklen_t host_size;
+    char device[64];
+    pid_t pid;
+    pthread_t thread;
+    int wake_fd, poll_fd;
+    pthread_mutex_t lock;
+    pthread_cond_t changed;
+    /* [L] */
+    kvp_batch *free_batches, *submitted, *submitted_last;
+    kvp_endpoint *wanted; /* to connect or to leave */
+    size_t batches_used; /* counted until their event is taken, so that events never overflow */
+    size_t slots_used;
+    bool sleeping, stopping, events_stopped;
+    enum { LISTEN_NONE, LISTEN_WANTED, LISTEN_DONE } listen;
+    uint16_t listen_port;
+    ucx_status listen_code;
+    bool started;
+    kvp_status start_status;
+    char start_reason[128];
+    kvp_ucx_event *events;
+    size_t event_capacity, event_head, event_count;
+    char put_protocol[KVP_PROTOCOL_TEXT_MAX];
+    /* Shared without the lock. */
+    atomic_uint_fast64_t orders; /* counts what other threads asked for */
+    atomic_uint_fast64_t wakeups, puts, put_bytes;
+    /* progress thread */
+    uint64_t orders_seen;
+    bool leaving;
+    ucx_context *context;
+    ucx_worker *worker;
+    ucx_listener *listener;
+    ucx_conn_request *pending[KVP_PENDING_CONNECTIONS_MAX];
+    size_t pending_count;
+    kvp_inbox_part *parts;
+    kvp_endpoint *endpoints;
+    kvp_endpoint **live; /* the slots that the progress thread looks after */
+    size_t live_count;
+    kvp_batch *batches;
+    uint64_t now_ns, due_ns; /* of this round: its time, and when to wake without being woken */
+};
+
+/* ucx_context.c: progress thread only, but for the last two */
+kvp_status kvp_context_open(kvp_ucx *engine);
+void kvp_context_close(kvp_ucx *engine);
+ucx_status kvp_context_listen(kvp_ucx *engine);
+kvp_status kvp_parse_address(const char *host, uint16_t port, struct sockaddr_storage *out,
+                             socklen_t *size);
+kvp_status kvp_find_device(const struct sockaddr_storage *host, char *name, size_t size);
+
+/* ucx_endpoint.c: progress thread only */
+void kvp_endpoint_accept(kvp_ucx *engine, ucx_conn_request *request);
+/* One round of work. *gone: the slot is no longer ours, it was drained and handed back. */
+bool kvp_endpoint_step(kvp_endpoint *endpoint, bool *gone);
+void kvp_endpoint_set_state(kvp_endpoint *endpoint, kvp_slot_state state);
+/* Note that the connection is lost; the next step closes it. The first reason stays. */
+void kvp_endpoint_fail(kvp_endpoint *endpoint, kvp_status reason, ucx_status code);
+
+static inline uint64_t kvp_endpoint_id(const kvp_endpoint *endpoint)
+{
+    return (uint64_t)endpoint->generation << 32 | endpoint->index;
+}
+
+/* ucx_message.c: progress thread only */
+kvp_wire_head kvp_message_head(kvp_endpoint *endpoint, uint16_t kind);
+void kvp_message_hello(kvp_endpoint *endpoint, kvp_status refusal);
+void kvp_message_beat(kvp_endpoint *endpoint);
+void kvp_message_greet(kvp_endpoint *endpoint); /* act on the peer's hello */
+ucx_status kvp_message_take(void *arg, const void *header, size_t header_size, void *data, size_t size,
+                          const ucx_am_recv_param *param);
+
+/* ucx_batch.c: progress thread only */
+void kvp_batch_queue(kvp_batch *batch);
+bool kvp_batch_step(kvp_endpoint *endpoint);
+void kvp_batch_end_all(kvp_endpoint *endpoint, kvp_status status, ucx_status code);
+
+/* ucx_engine.c; with the lock held, but for the last */
+kvp_endpoint *kvp_slot_take(kvp_ucx *engine, kvp_slot_state state); /* null: none is free */
+void kvp_slot_give(kvp_endpoint *endpoint);
+void kvp_event_push(kvp_ucx *engine, const kvp_ucx_event *event);
+void kvp_order(kvp_ucx *engine); /* tell the progress thread that something is wanted */
+void kvp_order_slot(kvp_endpoint *endpoint); /* the same, of this slot */
+uint64_t kvp_now_ns(void);
+
+/* ucx_progress.c: the thread's main function; `arg` is the engine */
+void *kvp_progress_run(void *arg);
+
+/* ucx_load.c: null if the library cannot be used, and `reason` says why */
+const kvp_ucp *kvp_ucp_load(const char *library, char *reason, size_t reason_size);
+
+#endif

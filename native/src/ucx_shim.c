@@ -1,0 +1,261 @@
+/* What is asked of a running engine. Never calls libucp: these functions leave orders for the progress
+ * thread under the engine's lock, and hand out its events. */
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "ucx_engine.h"
+
+static uint64_t deadline_after(uint64_t timeout_ns)
+{
+    uint64_t now = kvp_now_ns();
+    return timeout_ns > UINT64_MAX - 1 - now ? UINT64_MAX - 1 : now + timeout_ns;
+}
+
+static kvp_endpoint *lookup(kvp_ucx *engine, uint64_t id)
+{
+    size_t index = (size_t)(id & UINT32_MAX);
+    if (index >= engine->config.endpoint_max) {
+        return NULL;
+    }
+    kvp_endpoint *endpoint = &engine->endpoints[index];
+    return kvp_endpoint_id(endpoint) == id && endpoint->state != SLOT_FREE ? endpoint : NULL;
+}
+
+/* ---- orders ----------------------------------------------------------------------------------- */
+
+kvp_status kvp_ucx_listen(kvp_ucx *engine, uint16_t port, uint16_t *bound, int *ucx_code)
+{
+    if (engine->pid != getpid()) {
+        return KVP_CLOSED;
+    }
+    pthread_mutex_lock(&engine->lock);
+    kvp_status status = KVP_BUSY;
+    if (engine->listen == LISTEN_NONE) {
+        engine->listen = LISTEN_WANTED;
+        engine->listen_port = port;
+        kvp_order(engine);
+        while (engine->listen == LISTEN_WANTED) {
+            pthread_cond_wait(&engine->changed, &engine->lock);
+        }
+        status = engine->listen == LISTEN_DONE ? KVP_OK : KVP_SYSTEM;
+        *bound = engine->listen_port;
+        *ucx_code = engine->listen_code;
+    }
+    pthread_mutex_unlock(&engine->lock);
+    return status;
+}
+
+kvp_status kvp_ucx_connect(kvp_ucx *engine, const char *host, uint16_t port,
+                           const uint8_t *expected, uint64_t timeout_ns, uint64_t *endpoint)
+{
+    struct sockaddr_storage address;
+    socklen_t address_size;
+    if (engine->pid != getpid()) {
+        return KVP_CLOSED;
+    }
+    if (kvp_parse_address(host, port, &address, &address_size) != KVP_OK || port == 0 ||
+        address.ss_family != engine->host.ss_family) {
+        return KVP_INVALID;
+    }
+    pthread_mutex_lock(&engine->lock);
+    kvp_endpoint *slot = kvp_slot_take(engine, SLOT_CONNECTING);
+    if (slot != NULL) {
+        slot->address = address;
+        slot->address_size = address_size;
+        slot->greeting_deadline_ns = deadline_after(timeout_ns);
+        if (expected != NULL) {
+            memcpy(slot->expected, expected, KVP_INCARNATION_BYTES);
+        }
+        *endpoint = kvp_endpoint_id(slot);
+        kvp_order_slot(slot);
+    }
+    pthread_mutex_unlock(&engine->lock);
+    return slot == NULL ? KVP_FULL : KVP_OK;
+}
+
+kvp_status kvp_ucx_disconnect(kvp_ucx *engine, uint64_t endpoint)
+{
+    if (engine->pid != getpid()) {
+        return KVP_CLOSED;
+    }
+    pthread_mutex_lock(&engine->lock);
+    kvp_endpoint *slot = lookup(engine, endpoint);
+    if (slot != NULL && slot->state < SLOT_CLOSED) {
+        slot->leave = true;
+        kvp_order_slot(slot);
+    }
+    pthread_mutex_unlock(&engine->lock);
+    return KVP_OK;
+}
+
+static bool inside(const kvp_ucx_span *spans, size_t count, uint64_t inbox_bytes)
+{
+    for (size_t i = 0; i < count; i++) {
+        if (spans[i].size == 0 || spans[i].size > inbox_bytes ||
+            spans[i].remote_offset > inbox_bytes - spans[i].size) {
+            return false;
+        }
+    }
+    return true;
+}
+
+static kvp_status submit(kvp_ucx *engine, kvp_endpoint *slot, const kvp_batch *wanted,
+                         const uint8_t *note)
+{
+    bool silent = wanted->note_size == 0;
+    if (slot == NULL || slot->state != SLOT_OPEN || slot->leave) {
+        return KVP_CLOSED;
+    }
+    if (!inside(wanted->spans, wanted->count, slot->peer_inbox_bytes)) {
+        return KVP_INVALID;
+    }
+    if (engine->free_batches == NULL || engine->batches_used == engine->config.batch_max ||
+        (!silent && slot->notes_submitted - slot->notes_credited >= slot->note_window)) {
+        return KVP_FULL;
+    }
+    kvp_batch *batch = engine->free_batches;
+    engine->free_batches = batch->next;
+    engine->batches_used++;
+    slot->notes_submitted += silent ? 0 : 1;
+    *batch = *wanted;
+    batch->endpoint = slot;
+    if (!silent) {
+        memcpy(batch->note, note, wanted->note_size);
+    }
+    if (engine->submitted_last != NULL) {
+        engine->submitted_last->next = batch;
+    } else {
+        engine->submitted = batch;
+    }
+    engine->submitted_last = batch;
+    kvp_order(engine);
+    return KVP_OK;
+}
+
+kvp_status kvp_ucx_put(kvp_ucx *engine, uint64_t endpoint, const kvp_ucx_span *spans, size_t count,
+                       const uint8_t *note, size_t note_size, uint64_t timeout_ns, uint64_t cookie)
+{
+    if (engine->pid != getpid()) {
+        return KVP_CLOSED;
+    }
+    if (note_size > KVP_NOTE_BYTES_MAX || (count == 0 && note_size == 0)) {
+        return KVP_INVALID;
+    }
+    const kvp_batch wanted = {
+        .spans = spans,
+        .count = count,
+        .deadline_ns = deadline_after(timeout_ns),
+        .cookie = cookie,
+        .stage = BATCH_QUEUED,
+        .note_size = note_size,
+    };
+    pthread_mutex_lock(&engine->lock);
+    kvp_status status = submit(engine, lookup(engine, endpoint), &wanted, note);
+    pthread_mutex_unlock(&engine->lock);
+    return status;
+}
+
+/* ---- events ----------------------------------------------------------------------------------- */
+
+static void taken(kvp_ucx *engine, const kvp_ucx_event *event)
+{
+    kvp_endpoint *slot = &engine->endpoints[event->endpoint & UINT32_MAX];
+    if (event->kind == KVP_UCX_BATCH) {
+        engine->batches_used--;
+    } else if (event->kind == KVP_UCX_CLOSED) {
+        slot->state = SLOT_TOLD;
+    } else if (event->kind == KVP_UCX_ARRIVED) {
+        uint64_t count = atomic_fetch_add(&slot->notes_taken, 1) + 1;
+        if (count % (KVP_NOTE_WINDOW / 2) == 0) {
+            kvp_order(engine); /* the peer is owed credit */
+        }
+    }
+}
+
+kvp_status kvp_ucx_next_event(kvp_ucx *engine, uint64_t timeout_ns, kvp_ucx_event *event)
+{
+    if (engine->pid != getpid()) {
+        return KVP_CLOSED;
+    }
+    uint64_t deadline = deadline_after(timeout_ns);
+    struct timespec until = {
+        .tv_sec = (time_t)(deadline / 1000000000),
+        .tv_nsec = (long)(deadline % 1000000000),
+    };
+    kvp_status status = KVP_OK;
+    pthread_mutex_lock(&engine->lock);
+    while (engine->event_count == 0 && !engine->events_stopped && status == KVP_OK) {
+        int code = pthread_cond_timedwait(&engine->changed, &engine->lock, &until);
+        status = code == 0 ? KVP_OK : KVP_MISS;
+    }
+    if (engine->events_stopped) {
+        status = KVP_CLOSED;
+    } else if (engine->event_count != 0) {
+        status = KVP_OK;
+        *event = engine->events[engine->event_head];
+        engine->event_head = (engine->event_head + 1) % engine->event_capacity;
+        engine->event_count--;
+        taken(engine, event);
+    }
+    pthread_mutex_unlock(&engine->lock);
+    return status;
+}
+
+kvp_status kvp_ucx_release(kvp_ucx *engine, uint64_t endpoint)
+{
+    if (engine->pid != getpid()) {
+        return KVP_CLOSED;
+    }
+    pthread_mutex_lock(&engine->lock);
+    kvp_endpoint *slot = lookup(engine, endpoint);
+    bool busy = slot != NULL && slot->state != SLOT_TOLD;
+    if (slot != NULL && !busy) {
+        kvp_slot_give(slot);
+    }
+    pthread_mutex_unlock(&engine->lock);
+    return busy ? KVP_BUSY : KVP_OK;
+}
+
+void kvp_ucx_stop_events(kvp_ucx *engine)
+{
+    if (engine->pid != getpid()) {
+        return;
+    }
+    pthread_mutex_lock(&engine->lock);
+    engine->events_stopped = true;
+    pthread_cond_broadcast(&engine->changed);
+    pthread_mutex_unlock(&engine->lock);
+}
+
+kvp_status kvp_ucx_put_protocol(kvp_ucx *engine, char *text, size_t text_size)
+{
+    if (engine->pid != getpid()) {
+        return KVP_CLOSED;
+    }
+    pthread_mutex_lock(&engine->lock);
+    snprintf(text, text_size, "%s", engine->put_protocol);
+    bool known = engine->put_protocol[0] != '\0';
+    pthread_mutex_unlock(&engine->lock);
+    return known ? KVP_OK : KVP_MISS;
+}
+
+void kvp_ucx_count(kvp_ucx *engine, kvp_ucx_counts *out)
+{
+    if (engine->pid != getpid()) {
+        *out = (kvp_ucx_counts){0};
+        return;
+    }
+    pthread_mutex_lock(&engine->lock);
+    *out = (kvp_ucx_counts){
+        .ucx_major = engine->ucp->major,
+        .ucx_minor = engine->ucp->minor,
+        .ucx_release = engine->ucp->release,
+        .endpoints = engine->slots_used,
+        .batches = engine->batches_used,
+        .wakeups = atomic_load(&engine->wakeups),
+        .puts = atomic_load(&engine->puts),
+        .put_bytes = atomic_load(&engine->put_bytes),
+    };
+    pthread_mutex_unlock(&engine->lock);
+}

@@ -1,0 +1,57 @@
+/* What two engines say to each other: fixed-width little-endian fields, one active message id.
+ *
+ * A connecting process sends a hello at once; the accepting one answers with its own hello. Nothing
+ * is put before both have been read. A message's receiver finds its endpoint by `to`.
+ */
+#ifndef KVP_UCX_WIRE_H
+#define KVP_UCX_WIRE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum {
+    KVP_WIRE_MAGIC = 0x5855564b, /* "KVUX" */
+    KVP_WIRE_VERSION = 1,
+    KVP_AM_ID = 11,
+    KVP_INCARNATION_BYTES = 16,
+    KVP_NOTE_BYTES_MAX = 1024,
+    KVP_NOTE_WINDOW = 64, /* notes that may wait at a receiver, per connection */
+    KVP_RKEY_BYTES_MAX = 1024
+};
+
+enum { KVP_WIRE_HELLO = 1, KVP_WIRE_NOTE = 2, KVP_WIRE_BEAT = 3 };
+
+typedef struct {
+    uint32_t magic;
+    uint16_t version;
+    uint16_t kind;
+    uint32_t to;       /* the receiver's slot index + 1; 0 in the first hello */
+    uint32_t reserved; /* 0 */
+    uint64_t credit;   /* notes of the receiver's that the sender has taken so far */
+} kvp_wire_head;
+
+/* Followed, as the message's data, by the packed remote key of the sender's inbox part. */
+typedef struct {
+    kvp_wire_head head;
+    uint16_t ucx_major;
+    uint16_t ucx_minor;
+    uint16_t ucx_release;
+    uint16_t refusal; /* a kvp_status; 0: welcome */
+    uint32_t from;    /* the sender's slot index + 1, for the receiver's `to` */
+    uint32_t note_window;
+    uint32_t beat_ms; /* the sender's heartbeat interval; 0: it has none, and silence is no sign */
+    uint32_t reserved; /* 0 */
+    uint8_t incarnation[KVP_INCARNATION_BYTES];
+    uint8_t expected[KVP_INCARNATION_BYTES]; /* whom the sender means to reach; 0: anybody */
+    uint64_t inbox;
+    uint64_t inbox_bytes;
+} kvp_wire_hello;
+
+_Static_assert(sizeof(kvp_wire_head) == 24, "wire format");
+_Static_assert(offsetof(kvp_wire_head, credit) == 16, "wire format");
+_Static_assert(sizeof(kvp_wire_hello) == 96, "wire format");
+_Static_assert(offsetof(kvp_wire_hello, incarnation) == 48, "wire format");
+_Static_assert(offsetof(kvp_wire_hello, inbox) == 80, "wire format");
+_Static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "wire format");
+
+#endif

@@ -1,0 +1,272 @@
+/* Two engines of one process talk over loopback. Run by tests/native/test_ucx_native.py under
+ * sanitizers; argv[1] is the library. Every wait has a deadline, and a failed check ends the run. */
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include "kvpool.h"
+
+#include <stdio.h>
+
+#define CHECK(condition)                                                                           \
+    do {                                                                                           \
+        if (!(condition)) {                                                                        \
+            fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition);                        \
+            exit(1);                                                                               \
+        }                                                                                          \
+    } while (0)
+
+enum { ENDPOINTS = 4, SPANS = 64 };
+static const size_t PART = 4 << 20;
+static const uint64_t SECOND = 1000000000;
+
+typedef struct {
+    kvp_ucx *engine;
+    uint8_t *inbox;
+    uint8_t incarnation[16];
+} side;
+
+static const char *library;
+
+static side open_side(uint8_t name, const char *host)
+{
+    side it = {0};
+    memset(it.incarnation, name, sizeof(it.incarnation));
+    it.inbox = mmap(NULL, ENDPOINTS * PART, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
+                    -1, 0);
+    CHECK(it.inbox != MAP_FAILED);
+    kvp_ucx_config config = {
+        .library = library,
+        .host = host,
+        .incarnation = it.incarnation,
+        .inbox = (uintptr_t)it.inbox,
+        .inbox_part = PART,
+        .endpoint_max = ENDPOINTS,
+        .batch_max = 8,
+        .heartbeat_interval_ns = SECOND / 10,
+        .heartbeat_timeout_ns = 20 * SECOND,
+        .spin_ns = 50000,
+    };
+    char reason[256] = "";
+    kvp_status status = kvp_ucx_open(&config, reason, sizeof(reason), &it.engine);
+    if (status != KVP_OK) {
+        fprintf(stderr, "open: %d %s\n", status, reason);
+    }
+    CHECK(status == KVP_OK);
+    return it;
+}
+
+static void close_side(side *it)
+{
+    kvp_ucx_close(it->engine);
+    munmap(it->inbox, ENDPOINTS * PART);
+}
+
+static kvp_ucx_event next(side *it, kvp_ucx_event_kind kind)
+{
+    static kvp_ucx_event event;
+    CHECK(kvp_ucx_next_event(it->engine, 20 * SECOND, &event) == KVP_OK);
+    if (event.kind != kind) {
+        fprintf(stderr, "event %d status %d code %d, wanted %d\n", event.kind, event.status,
+                event.ucx_code, kind);
+    }
+    CHECK(event.kind == kind);
+    if (kind == KVP_UCX_CLOSED) {
+        CHECK(kvp_ucx_release(it->engine, event.endpoint) == KVP_OK);
+        CHECK(kvp_ucx_release(it->engine, event.endpoint) == KVP_OK);
+    }
+    return event;
+}
+
+static uint16_t listen_on(side *it)
+{
+    uint16_t port = 0;
+    int code = 0;
+    CHECK(kvp_ucx_listen(it->engine, 0, &port, &code) == KVP_OK);
+    CHECK(port != 0);
+    CHECK(kvp_ucx_listen(it->engine, 0, &port, &code) == KVP_BUSY);
+    return port;
+}
+
+static uint64_t connect_to(side *client, const char *host, uint16_t port, const uint8_t *expected)
+{
+    uint64_t endpoint;
+    CHECK(kvp_ucx_connect(client->engine, host, port, expected, 10 * SECOND, &endpoint) == KVP_OK);
+    return endpoint;
+}
+
+static void test_put(side *server, side *client, uint16_t port)
+{
+    uint64_t endpoint = connect_to(client, "127.0.0.1", port, server->incarnation);
+    kvp_ucx_event opened = next(client, KVP_UCX_OPENED);
+    CHECK(opened.endpoint == endpoint && !opened.accepted && opened.peer_inbox_bytes == PART);
+    CHECK(memcmp(opened.peer, server->incarnation, 16) == 0);
+    opened = next(server, KVP_UCX_OPENED);
+    CHECK(opened.accepted && memcmp(opened.peer, client->incarnation, 16) == 0);
+    const uint8_t *inbox = server->inbox + opened.inbox_offset;
+
+    size_t size = PART / SPANS;
+    uint8_t *local = malloc(PART);
+    CHECK(local != NULL);
+    kvp_ucx_span spans[SPANS];
+    for (size_t i = 0; i < SPANS; i++) {
+        spans[i] = (kvp_ucx_span){(uintptr_t)local + i * size, size, (SPANS - 1 - i) * size};
+    }
+    /* More notes than the window, so credits must flow back. */
+    for (uint64_t round = 0; round < 200; round++) {
+        memset(local, (int)(round + 1), PART);
+        local[7] = (uint8_t)~round;
+        CHECK(kvp_ucx_put(client->engine, endpoint, spans, SPANS, (const uint8_t *)&round,
+                          sizeof(round), 10 * SECOND, round + 77) == KVP_OK);
+        kvp_ucx_event arrived = next(server, KVP_UCX_ARRIVED);
+        CHECK(arrived.note_size == sizeof(round) && memcmp(arrived.note, &round, 8) == 0);
+        CHECK(inbox[(SPANS - 1) * size + 7] == (uint8_t)~round);
+        CHECK(memcmp(inbox + size, local, 7) == 0 && inbox[size - 1] == (uint8_t)(round + 1));
+        kvp_ucx_event done = next(client, KVP_UCX_BATCH);
+        CHECK(done.status == KVP_OK && done.cookie == round + 77 && done.endpoint == endpoint);
+    }
+    /* Nothing that is wrong reaches the wire. */
+    kvp_ucx_span past = {(uintptr_t)local, 2, PART - 1};
+    CHECK(kvp_ucx_put(client->engine, endpoint, &past, 1, NULL, 0, SECOND, 1) == KVP_INVALID);
+    past = (kvp_ucx_span){(uintptr_t)local, 2, UINT64_MAX};
+    CHECK(kvp_ucx_put(client->engine, endpoint, &past, 1, NULL, 0, SECOND, 1) == KVP_INVALID);
+    past = (kvp_ucx_span){(uintptr_t)local, 0, 0};
+    CHECK(kvp_ucx_put(client->engine, endpoint, &past, 1, NULL, 0, SECOND, 1) == KVP_INVALID);
+    CHECK(kvp_ucx_put(client->engine, endpoint, NULL, 0, NULL, 0, SECOND, 1) == KVP_INVALID);
+    CHECK(kvp_ucx_put(client->engine, endpoint + 1, spans, 1, NULL, 0, SECOND, 1) == KVP_CLOSED);
+
+    CHECK(kvp_ucx_release(client->engine, endpoint) == KVP_BUSY);
+    CHECK(kvp_ucx_disconnect(client->engine, endpoint) == KVP_OK);
+    kvp_ucx_event closed = next(client, KVP_UCX_CLOSED);
+    CHECK(closed.endpoint == endpoint && closed.status == KVP_CLOSED);
+    closed = next(server, KVP_UCX_CLOSED);
+    CHECK(closed.status == KVP_PEER);
+    CHECK(kvp_ucx_put(client->engine, endpoint, spans, 1, NULL, 0, SECOND, 1) == KVP_CLOSED);
+    CHECK(kvp_ucx_disconnect(client->engine, endpoint) == KVP_OK);
+    free(local);
+}
+
+static void test_window(side *server, side *client, uint16_t port)
+{
+    uint64_t endpoint = connect_to(client, "127.0.0.1", port, NULL);
+    next(client, KVP_UCX_OPENED);
+    next(server, KVP_UCX_OPENED);
+    uint8_t note[4] = "note";
+    int sent = 0;
+    while (kvp_ucx_put(client->engine, endpoint, NULL, 0, note, 4, 10 * SECOND, 1) == KVP_OK) {
+        CHECK(next(client, KVP_UCX_BATCH).status == KVP_OK);
+        sent++;
+    }
+    CHECK(sent == 64);
+    for (int i = 0; i < sent; i++) {
+        next(server, KVP_UCX_ARRIVED);
+    }
+    kvp_status status;
+    int tries = 0;
+    while ((status = kvp_ucx_put(client->engine, endpoint, NULL, 0, note, 4, SECOND, 1)) == KVP_FULL) {
+        CHECK(tries++ < 2000);
+        usleep(1000);
+    }
+    CHECK(status == KVP_OK);
+    CHECK(next(client, KVP_UCX_BATCH).status == KVP_OK);
+    kvp_ucx_disconnect(client->engine, endpoint);
+    CHECK(next(client, KVP_UCX_CLOSED).status == KVP_CLOSED);
+    next(server, KVP_UCX_ARRIVED);
+    next(server, KVP_UCX_CLOSED);
+}
+
+static void test_refusals(side *server, side *client, uint16_t port)
+{
+    uint8_t other[16] = {9};
+    uint64_t endpoint = connect_to(client, "127.0.0.1", port, other);
+    kvp_ucx_event closed = next(client, KVP_UCX_CLOSED);
+    CHECK(closed.endpoint == endpoint && closed.status == KVP_STALE);
+    CHECK(memcmp(closed.peer, server->incarnation, 16) == 0);
+    connect_to(client, "127.0.0.1", 1, NULL);
+    CHECK(next(client, KVP_UCX_CLOSED).status == KVP_PEER);
+    CHECK(kvp_ucx_connect(client->engine, "::1", port, NULL, SECOND, &endpoint) == KVP_INVALID);
+    CHECK(kvp_ucx_connect(client->engine, "localhost", port, NULL, SECOND, &endpoint) ==
+          KVP_INVALID);
+}
+
+static void test_churn(side *server, side *client, uint16_t port)
+{
+    for (int i = 0; i < 50; i++) {
+        uint64_t endpoint = connect_to(client, "127.0.0.1", port, NULL);
+        next(client, KVP_UCX_OPENED);
+        uint64_t other = next(server, KVP_UCX_OPENED).endpoint;
+        kvp_ucx_disconnect((i & 1) != 0 ? server->engine : client->engine,
+                           (i & 1) != 0 ? other : endpoint);
+        next(client, KVP_UCX_CLOSED);
+        next(server, KVP_UCX_CLOSED);
+    }
+    kvp_ucx_counts counts;
+    kvp_ucx_count(client->engine, &counts);
+    CHECK(counts.endpoints == 0 && counts.batches == 0);
+}
+
+static void test_close_with_work(const char *host)
+{
+    side server = open_side(3, host), client = open_side(4, host);
+    uint16_t port = listen_on(&server);
+    uint64_t endpoint = connect_to(&client, host, port, NULL);
+    next(&client, KVP_UCX_OPENED);
+    static uint8_t local[4 << 20];
+    kvp_ucx_span span = {(uintptr_t)local, sizeof(local), 0};
+    for (uint64_t i = 0; i < 8; i++) {
+        CHECK(kvp_ucx_put(client.engine, endpoint, &span, 1, NULL, 0, SECOND * 10, i) == KVP_OK);
+    }
+    CHECK(kvp_ucx_put(client.engine, endpoint, &span, 1, NULL, 0, SECOND, 9) == KVP_FULL);
+    close_side(&client);
+    close_side(&server);
+}
+
+static void test_bad_settings(void)
+{
+    uint8_t incarnation[16] = {1};
+    kvp_ucx_config config = {
+        .library = library,
+        .host = "127.0.0.1",
+        .incarnation = incarnation,
+        .endpoint_max = 1,
+        .batch_max = 1,
+    };
+    kvp_ucx *engine;
+    char reason[128];
+    config.inbox = 64;
+    config.inbox_part = PART;
+    CHECK(kvp_ucx_open(&config, reason, sizeof(reason), &engine) == KVP_INVALID);
+    config.inbox = config.inbox_part = 0;
+    config.host = "203.0.113.1";
+    CHECK(kvp_ucx_open(&config, reason, sizeof(reason), &engine) == KVP_INVALID);
+    config.host = "::";
+    CHECK(kvp_ucx_open(&config, reason, sizeof(reason), &engine) == KVP_INVALID);
+    config.host = "127.0.0.1";
+    config.library = "libnosuch.so.9";
+    CHECK(kvp_ucx_open(&config, reason, sizeof(reason), &engine) == KVP_SYSTEM);
+    kvp_ucx_close(NULL);
+}
+
+int main(int argc, char **argv)
+{
+    CHECK(argc == 2);
+    library = argv[1];
+    test_bad_settings();
+    side server = open_side(1, "127.0.0.1"), client = open_side(2, "127.0.0.1");
+    uint16_t port = listen_on(&server);
+    test_put(&server, &client, port);
+    char text[256] = "";
+    CHECK(kvp_ucx_put_protocol(client.engine, text, sizeof(text)) == KVP_OK);
+    printf("%s\n", text);
+    test_window(&server, &client, port);
+    test_refusals(&server, &client, port);
+    test_churn(&server, &client, port);
+    close_side(&client);
+    close_side(&server);
+    test_close_with_work("127.0.0.1");
+    test_close_with_work("::1");
+    kvp_ucx_last_warning(text, sizeof(text));
+    printf("%s\n", text);
+    return 0;
+}
