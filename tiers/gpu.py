@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from kvpool.arena import Slot
-from kvpool.block import DTYPE_BYTES, HASH_BYTES, BlockHash, BlockLayout, SlotIndex
+from kvpool.block import HASH_BYTES, BlockHash, BlockLayout, SlotIndex
 from kvpool.clock import Clock, SystemClock
 from kvpool.errors import CapacityError, ClosedError, UsageError
 from kvpool.events import BlockEvicted, EventSink, NullSink
@@ -304,8 +304,8 @@ class GpuTier(Tier):
     def _strides(self, slots: Sequence[Slot], writable: bool) -> BlockView:
         """Describe slots by the tensor's own strides, in bytes."""
         arena, layout = self.arena, self.layout
-        layer, kv, head, slot, token, _ = (n * arena.element_size() for n in arena.stride())
-        assert arena.element_size() == DTYPE_BYTES[layout.dtype]
+        size = DTYPE_BYTES[layout.dtype]
+        layer, kv, head, slot, token, _ = (count * size for count in arena.stride())
         return BlockView(
             layout=layout,
             base=arena.data_ptr(),
