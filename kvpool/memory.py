@@ -37,6 +37,10 @@ class Span:
     @classmethod
     def of(cls, buffer: "bytearray | memoryview | NDArray[np.generic]") -> "Span":
         """Describe a writable, contiguous buffer."""
+        if isinstance(buffer, memoryview):
+            # CPython 3.11 crashes when its collector meets a memoryview that cffi holds an export
+            # of; an array between the two is not collected.
+            buffer = np.frombuffer(buffer, dtype=np.uint8)
         view = ffi.from_buffer("uint8_t[]", buffer, require_writable=True)
         return cls(int(ffi.cast("uintptr_t", view)), len(view), (buffer, view))
 

@@ -1,3 +1,5 @@
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -153,3 +155,17 @@ def test_a_view_keeps_its_memory_alive() -> None:
     dest = np.zeros_like(expected)
     copy_blocks(view_of(LAYOUT, dest), view)
     np.testing.assert_array_equal(dest, expected)
+
+
+def test_a_span_of_a_memoryview_may_lie_in_a_garbage_cycle() -> None:
+    # In a process of its own: the fault ends the interpreter.
+    script = (
+        "import gc\n"
+        "from kvpool.memory import Span\n"
+        "class Node: pass\n"
+        "node = Node()\n"
+        "node.me, node.span = node, Span.of(memoryview(bytearray(64)))\n"
+        "del node\n"
+        "gc.collect()\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
