@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from kvpool.arena import Slot
-from kvpool.block import HASH_BYTES, BlockHash, BlockLayout, SlotIndex
+from kvpool.block import DTYPE_BYTES, HASH_BYTES, BlockHash, BlockLayout, SlotIndex
 from kvpool.clock import Clock, SystemClock
 from kvpool.errors import CapacityError, ClosedError, UsageError
 from kvpool.events import BlockEvicted, EventSink, NullSink
