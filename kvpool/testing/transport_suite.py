@@ -7,7 +7,7 @@ a transport between processes; what only another process can do is tested in ``t
 import math
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -65,7 +65,7 @@ class TransportSuite(ABC):
         """Return an address that nobody listens at."""
 
     @contextmanager
-    def open_pair(self) -> Iterator[Pair]:
+    def open_pair(self) -> Generator[Pair]:
         """Make an owner and a reader, and take them down."""
         with self.open_transport() as owner, self.open_transport() as reader:
             arena = Arena(self.layout, SLOTS, owner.incarnation)
@@ -229,7 +229,8 @@ class TransportSuite(ABC):
 
     def test_a_block_that_is_overwritten_meanwhile_is_never_delivered(self, pair: Pair) -> None:
         stop = threading.Event()
-        lives = Collected()
+        started = Collected()
+        lives: list[tuple[list[Slot], NDArray[np.uint8]]] = []
 
         def rewrite() -> None:
             seed = 0
@@ -237,7 +238,8 @@ class TransportSuite(ABC):
             while not stop.is_set():
                 blocks = payload(self.layout, 1, seed)
                 slots = pair.publish(blocks)
-                lives((slots, blocks))
+                lives.append((slots, blocks))
+                started(seed)
                 for slot in previous:
                     pair.arena.release(slot)
                 previous, seed = slots, seed + 1
@@ -247,9 +249,8 @@ class TransportSuite(ABC):
         out = empty(self.layout, 1)
 
         def read_current() -> int:
-            current = lives.wait(1)[-1]
-            assert isinstance(current, tuple)
-            slots, blocks = current
+            started.wait(1)
+            slots, blocks = lives[-1]
             delivered = pair.read(view_of(self.layout, out), slots)
             if delivered:
                 np.testing.assert_array_equal(out, blocks)
