@@ -110,7 +110,7 @@ class ServeProcess:
 
     def pids(self) -> dict[str, int]:
         """Process ids of the children that live now, by name."""
-        found = {}
+        found: dict[str, int] = {}
         for pid in children(self.process.pid):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")

@@ -21,7 +21,7 @@ SUBJECTS: Final = {
     "tiers": "kvpool.cli.bench_tiers",
     "index": "kvpool.cli.bench_index",
     "transfer": "kvpool.cli.bench_transfer",
-    "e2e": "kvpool.integration.bench",
+    "e2e": "kvpool.cli.bench_e2e",
 }
 PAIRS: Final = 9
 PAIRS_QUICK: Final = 3

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any
 
-import httpx
 import pytest
 
 from tests.e2e.exactness import Answer, Prompt, Reference, ask_all, check
@@ -326,7 +325,7 @@ def test_the_openai_client_works(served: ServeProcess) -> None:
     with openai.OpenAI(
         base_url=f"{served.url}/v1",
         api_key="none",
-        http_client=httpx.Client(trust_env=False),
+        http_client=openai.DefaultHttpxClient(trust_env=False),
     ) as client:
         answer = client.chat.completions.create(
             model=served.name,

@@ -197,9 +197,9 @@ def test_closing_the_stream_cancels_both_calls(tmp_path: Path) -> None:
 
 def test_a_link_says_whether_its_worker_answers(tmp_path: Path) -> None:
     async def story(dispatcher: Dispatcher, script: Script) -> None:
-        assert not dispatcher.decode.alive
+        assert [link.alive for link in dispatcher.links] == [False, False]
         await dispatcher.decode.wait_alive(WAIT_S)
-        assert dispatcher.decode.alive
+        assert [link.alive for link in dispatcher.links] == [False, True]
         nobody = WorkerLink("nobody", f"unix:{tmp_path / 'nobody'}")
         with pytest.raises(PeerUnreachableError, match="nobody is gone"):
             await nobody.wait_alive(0.05)
