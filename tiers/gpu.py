@@ -153,7 +153,7 @@ class GpuTier(Tier):
                 if room.state != "reserved" and (writable or room.pins == 0):
                     kind = "reserved" if writable else "reserved or pinned"
                     raise UsageError(f"{slot} is not {kind}", tier=self.name)
-        return self._strides(slots, writable)
+            return self._strides(slots, writable)
 
     def commit(self, slot: Slot, key: BlockHash, parent: BlockHash | None, crcs: Crcs) -> bool:
         """Make a written slot readable under ``key``. See ``Tier``."""
@@ -299,10 +299,10 @@ class GpuTier(Tier):
         """Let go of the tensor: it goes when the last view and cache of it do. See ``Tier``."""
         with self._lock:
             self._closed = True
-            self.arena = self.arena[:0]
+            self.arena = self.arena.new_empty(0)  # a slice would keep the memory
 
     def _strides(self, slots: Sequence[Slot], writable: bool) -> BlockView:
-        """Describe slots by the tensor's own strides, in bytes."""
+        """Describe slots by the tensor's own strides, in bytes. Under the lock."""
         arena, layout = self.arena, self.layout
         size = DTYPE_BYTES[layout.dtype]
         layer, kv, head, slot, token, _ = (count * size for count in arena.stride())

@@ -59,6 +59,12 @@ def test_the_null_slot_is_never_given_out() -> None:
         assert not tier.arena[:, :, :, tier.null_slot].any()
 
 
+def test_close_lets_go_of_the_memory() -> None:
+    tier = GpuTier(LAYOUT, SLOTS)
+    tier.close()
+    assert tier.arena.untyped_storage().nbytes() == 0
+
+
 def test_slots_of_one_request_tend_to_follow_each_other() -> None:
     with GpuTier(LAYOUT, SLOTS) as tier:
         assert [tier.reserve().index for _ in range(SLOTS)] == list(range(SLOTS))
