@@ -10,7 +10,7 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -52,7 +52,7 @@ class Supervisor:
         commands: Program and arguments of each child, by name.
     """
 
-    def __init__(self, commands: dict[str, Sequence[str]]) -> None:
+    def __init__(self, commands: Mapping[str, Sequence[str]]) -> None:
         self.children = {name: Child(name, command) for name, command in commands.items()}
         self._stopping = False
         self._watchers: list[asyncio.Task[None]] = []
@@ -137,10 +137,14 @@ class Supervisor:
                 child.ended,
                 backoff_s,
             )
-            await asyncio.sleep(backoff_s)
-            backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
-            child.restarts += 1
-            await self._spawn(child)
+            while child.process is None:
+                await asyncio.sleep(backoff_s)
+                backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
+                child.restarts += 1
+                try:
+                    await self._spawn(child)
+                except OSError as error:  # no memory or no process number left: perhaps later
+                    logger.error("process %s cannot be started: %s", child.name, error)
 
 
 def _signal(process: asyncio.subprocess.Process, number: signal.Signals) -> None:

@@ -4,7 +4,7 @@ Owns the cases; how they are measured is in ``kvpool.integration.bench``. Who ca
 bench``.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Final
 
@@ -54,12 +54,12 @@ def cases(quick: bool) -> list[Case]:
     """Return the cases; ``quick`` ones are shorter, and no evidence."""
 
     @contextmanager
-    def decode() -> Iterator[_Decode]:
+    def decode() -> Generator[_Decode]:
         with ServedModel() as served:
             yield _Decode(served, 48 if quick else 128)
 
     @contextmanager
-    def first_token() -> Iterator[_FirstToken]:
+    def first_token() -> Generator[_FirstToken]:
         with ServedModel() as served:
             yield _FirstToken(served, SHARED_TOKENS // 4 if quick else SHARED_TOKENS)
 

@@ -1,0 +1,101 @@
+"""Children are started again, and all of them end, also those that do not want to."""
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from kvpool.errors import UnavailableError, UsageError
+from kvpool.integration.supervisor import Supervisor
+
+WAIT_S = 30.0
+SLEEPS = "import time; time.sleep(600)"
+# Says that it is ready by making a file, so that a signal cannot come before its handler is there.
+STUBBORN = """
+import pathlib, signal, sys, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+pathlib.Path(sys.argv[1]).touch()
+time.sleep(600)
+"""
+
+
+def python(code: str, *arguments: str) -> tuple[str, ...]:
+    return (sys.executable, "-S", "-c", code, *arguments)
+
+
+def play(
+    commands: dict[str, tuple[str, ...]], story: Callable[[Supervisor], Awaitable[None]]
+) -> None:
+    async def all_of_it() -> None:
+        supervisor = Supervisor(commands)
+        await supervisor.start()
+        try:
+            async with asyncio.timeout(WAIT_S):
+                await story(supervisor)
+        finally:
+            await supervisor.stop(WAIT_S)
+
+    asyncio.run(all_of_it())
+
+
+def pid(supervisor: Supervisor, name: str) -> int:
+    process = supervisor.children[name].process
+    assert process is not None
+    return process.pid
+
+
+def test_a_child_that_dies_is_said_and_started_again() -> None:
+    async def story(supervisor: Supervisor) -> None:
+        first, other = pid(supervisor, "a"), pid(supervisor, "b")
+        os.kill(first, signal.SIGKILL)
+        while not supervisor.problems():
+            await asyncio.sleep(0.001)
+        assert "process a ended (SIGKILL)" in supervisor.problems()[0]
+        while supervisor.problems():
+            await asyncio.sleep(0.001)
+        assert pid(supervisor, "a") != first
+        assert pid(supervisor, "b") == other
+        assert supervisor.children["a"].restarts == 1
+
+    play({"a": python(SLEEPS), "b": python(SLEEPS)}, story)
+
+
+@pytest.mark.parametrize(("code", "kind"), [(2, UsageError), (1, UnavailableError)])
+def test_a_failed_start_says_who_and_why(code: int, kind: type[Exception]) -> None:
+    async def story(supervisor: Supervisor) -> None:
+        with pytest.raises(kind, match=rf"the b process did not start \(exit code {code}\)"):
+            await supervisor.failed_start()
+
+    play({"a": python(SLEEPS), "b": python(f"raise SystemExit({code})")}, story)
+
+
+def test_all_children_end_also_stubborn_and_stopped_ones(tmp_path: Path) -> None:
+    ready = tmp_path / "ready"
+
+    async def story(supervisor: Supervisor) -> None:
+        while not ready.exists():
+            await asyncio.sleep(0.001)
+        os.kill(pid(supervisor, "stopped"), signal.SIGSTOP)
+        processes = [child.process for child in supervisor.children.values()]
+        await supervisor.stop(0.5)
+        codes = [process.returncode for process in processes if process is not None]
+        assert codes == [-signal.SIGTERM, -signal.SIGKILL, -signal.SIGTERM]
+        assert supervisor.children["plain"].restarts == 0
+
+    commands = {
+        "plain": python(SLEEPS),
+        "stubborn": python(STUBBORN, str(ready)),
+        "stopped": python(SLEEPS),
+    }
+    play(commands, story)
+
+
+def test_a_terminals_ctrl_c_does_not_reach_them() -> None:
+    async def story(supervisor: Supervisor) -> None:
+        assert os.getpgid(pid(supervisor, "a")) != os.getpgid(0)
+
+    play({"a": python(SLEEPS)}, story)
