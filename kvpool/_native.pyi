@@ -261,6 +261,9 @@ class Lib:
     # process.c
     def kvp_die_with_parent(self, signal_number: int, /) -> int: ...
 
+    # probe.c
+    def kvp_probe_io_uring(self) -> int: ...
+
     # ucx_*.c
     def kvp_ucx_open(
         self, config: CData, reason: CData, reason_size: int, out: CData, /

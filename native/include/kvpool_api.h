@@ -210,3 +210,9 @@ kvp_status kvp_mailbox_pop(kvp_mailbox *mailbox, uint8_t *payload, size_t *size)
  * when the parent's thread that started it ends. KVP_INVALID if there is no such signal. A parent
  * that died before the call is not noticed: compare getppid() afterwards. */
 kvp_status kvp_die_with_parent(int signal_number);
+
+/* ---- probe.c: for `kvpool doctor` -------------------------------------------------------------- */
+
+/* Make the smallest io_uring there is and close it. KVP_SYSTEM: refused, and errno says why: ENOSYS
+ * by a kernel before 5.1, EPERM by its settings or a container's filter. */
+kvp_status kvp_probe_io_uring(void);
