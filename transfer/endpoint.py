@@ -44,39 +44,19 @@ def require_notification(payload: bytes) -> None:
         raise UsageError(f"a notification of {len(payload)} bytes: 1 to {NOTIFICATION_BYTES_MAX}")
 
 
-class PullEndpoint(Endpoint):
-    """An endpoint whose reads are copies from the peer's arenas, mapped read-only.
+class LinkedEndpoint(Endpoint):
+    """What every endpoint keeps: the peer's regions, its own callbacks, and what ended it.
 
-    One condition guards the state; callbacks run outside it. A window stays mapped until the
-    endpoint is lost and the last copy out of it has ended.
+    One condition guards the state; callbacks run outside it.
     """
 
-    def __init__(self, peer: Incarnation, engine: CopyEngine) -> None:
+    def __init__(self, peer: Incarnation) -> None:
         self.peer = peer
-        self._engine = engine
         self._changed = threading.Condition()
         self._regions: list[RegionDescriptor] = []
-        self._windows: list[Window] = []
         self._lost: KVPoolError | None = None
         self._on_lost: list[Callable[[Endpoint], None]] = []
         self._on_notification: Callable[[bytes], None] | None = None
-
-    def add_region(self, region: RegionDescriptor, fd: int) -> None:
-        """Map the next region of the peer. ``fd`` stays the caller's.
-
-        Raises:
-            CorruptionError, StaleIncarnationError: The peer sent something else than it said.
-        """
-        window = Window(fd, self.peer)
-        if (window.slot_count, window.slot_bytes) != (region.slot_count, region.slot_bytes):
-            raise CorruptionError(f"the peer's arena is not what its descriptor says: {region}")
-        with self._changed:
-            if region.region != len(self._regions) or region.region >= REGIONS_MAX:
-                raise CorruptionError(f"region {region.region} is not the peer's next one")
-            if self._lost is None:
-                self._regions.append(region)
-                self._windows.append(window)
-                self._changed.notify_all()
 
     def regions(self) -> tuple[RegionDescriptor, ...]:
         """Return the regions that the peer has told of."""
@@ -92,6 +72,96 @@ class PullEndpoint(Endpoint):
                 raise TransferTimeoutError(f"no word of region {region} within {timeout_s} s")
             self._require_alive()
             return self._regions[region]
+
+    def on_notification(self, callback: Callable[[bytes], None]) -> None:
+        """Set who gets the peer's messages from now on."""
+        with self._changed:
+            self._on_notification = callback
+        self._deliver_soon()
+
+    def on_lost(self, callback: Callable[[Endpoint], None]) -> None:
+        """Call back once at the end of this endpoint."""
+        with self._changed:
+            if self._lost is None:
+                self._on_lost.append(callback)
+                return
+        callback(self)
+
+    def alive(self) -> bool:
+        """Say whether nothing has ended this endpoint."""
+        return self._lost is None
+
+    def lose(self, error: KVPoolError) -> bool:
+        """End this endpoint for a reason: its reads end with it, then ``on_lost`` is called.
+
+        Returns False if it had ended already. Safe from any thread, does not wait.
+        """
+        with self._changed:
+            if self._lost is not None:
+                return False
+            self._lost = error
+            callbacks, self._on_lost = self._on_lost, []
+            self._changed.notify_all()
+        self._end_reads(error)
+        for callback in callbacks:
+            try:
+                callback(self)
+            except Exception:
+                logger.exception("an on_lost callback failed")
+        self._release()
+        return True
+
+    def _require_alive(self) -> None:
+        """Raise what ended this endpoint. Under the condition."""
+        if self._lost is not None:
+            raise type(self._lost)(str(self._lost))
+
+    def _add_region(self, region: RegionDescriptor) -> bool:
+        """Take the peer's next region. Under the condition. False if the endpoint has ended."""
+        if region.region != len(self._regions) or region.region >= REGIONS_MAX:
+            raise CorruptionError(f"region {region.region} is not the peer's next one")
+        if self._lost is not None:
+            return False
+        self._regions.append(region)
+        self._changed.notify_all()
+        return True
+
+    @abstractmethod
+    def _end_reads(self, error: KVPoolError) -> None:
+        """End every read with an error like ``error``. Called once, from any thread."""
+
+    @abstractmethod
+    def _deliver_soon(self) -> None:
+        """Hand waiting messages to the callback, on the progress thread."""
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Give back what the transport holds for this endpoint. Called once, from any thread."""
+
+
+class PullEndpoint(LinkedEndpoint):
+    """An endpoint whose reads are copies from the peer's arenas, mapped read-only.
+
+    A window stays mapped until the endpoint is lost and the last copy out of it has ended.
+    """
+
+    def __init__(self, peer: Incarnation, engine: CopyEngine) -> None:
+        super().__init__(peer)
+        self._engine = engine
+        self._windows: list[Window] = []
+
+    def add_region(self, region: RegionDescriptor, fd: int) -> None:
+        """Map the next region of the peer. ``fd`` stays the caller's.
+
+        Raises:
+            CorruptionError, StaleIncarnationError: The peer sent something else than it said.
+        """
+        window = Window(fd, self.peer)
+        if (window.slot_count, window.slot_bytes) != (region.slot_count, region.slot_bytes):
+            raise CorruptionError(f"the peer's arena is not what its descriptor says: {region}")
+        with self._changed:
+            if self._add_region(region):
+                self._windows.append(window)
 
     def read_spans(
         self, pairs: Sequence[tuple[Span, RemoteSlots, int]], deadline_s: float
@@ -131,60 +201,13 @@ class PullEndpoint(Endpoint):
                 raise UsageError(f"the peer has told of no region {region}: see wait_region")
             return self._windows[region]
 
-    def _require_alive(self) -> None:
-        """Raise what ended this endpoint. Under the condition."""
-        if self._lost is not None:
-            raise type(self._lost)(str(self._lost))
-
-    def on_notification(self, callback: Callable[[bytes], None]) -> None:
-        """Set who gets the peer's messages from now on."""
+    def _end_reads(self, error: KVPoolError) -> None:
         with self._changed:
-            self._on_notification = callback
-        self._deliver_soon()
-
-    def on_lost(self, callback: Callable[[Endpoint], None]) -> None:
-        """Call back once at the end of this endpoint."""
-        with self._changed:
-            if self._lost is None:
-                self._on_lost.append(callback)
-                return
-        callback(self)
-
-    def alive(self) -> bool:
-        """Say whether nothing has ended this endpoint."""
-        return self._lost is None
-
-    def lose(self, error: KVPoolError) -> bool:
-        """End this endpoint for a reason: its reads end with it, then ``on_lost`` is called.
-
-        Returns False if it had ended already. Safe from any thread, does not wait.
-        """
-        with self._changed:
-            if self._lost is not None:
-                return False
-            self._lost = error
-            callbacks, self._on_lost = self._on_lost, []
             self._windows.clear()
-            self._changed.notify_all()
         self._engine.end_reads(self, error)
-        for callback in callbacks:
-            try:
-                callback(self)
-            except Exception:
-                logger.exception("an on_lost callback failed")
-        self._release()
-        return True
 
     def close(self) -> None:
         """End the connection."""
         self.lose(ClosedError("the endpoint was closed"))
         if not self._engine.drain(self, CLOSE_TIMEOUT_S):
             logger.error("copies of a closed endpoint have not ended in %s s", CLOSE_TIMEOUT_S)
-
-    @abstractmethod
-    def _deliver_soon(self) -> None:
-        """Hand waiting messages to the callback, on the progress thread."""
-
-    @abstractmethod
-    def _release(self) -> None:
-        """Give back what the transport holds for this endpoint. Called once, from any thread."""

@@ -27,10 +27,15 @@ def layer_view(view: BlockView, layer: int) -> BlockView:
     """Describe one layer of ``view`` as blocks of a one-layer layout, in the same memory."""
     if not 0 <= layer < view.layout.num_layers:
         raise UsageError(f"layer {layer} is not within 0..{view.layout.num_layers - 1}")
+    return layers_view(view, range(layer, layer + 1))
+
+
+def layers_view(view: BlockView, layers: range) -> BlockView:
+    """Describe a run of layers of ``view`` as blocks of fewer layers, in the same memory."""
     return replace(
         view,
-        base=view.base + layer * view.layer_stride,
-        layout=replace(view.layout, num_layers=1),
+        base=view.base + layers.start * view.layer_stride,
+        layout=replace(view.layout, num_layers=len(layers)),
     )
 
 
@@ -44,6 +49,56 @@ def require_slots(slots: RemoteSlots, slot_count: int) -> None:
         raise UsageError(f"a slot of {slots.slots} is not within 0..{slot_count - 1}")
     if not all(0 <= generation <= _GENERATION_MAX for generation in slots.generations):
         raise UsageError(f"a generation of {slots.generations} is not a uint64")
+
+
+def require_dest(
+    dest: BlockView,
+    source: RemoteSlots,
+    source_layout: BlockLayout,
+    dest_layer: int | None,
+    crcs: Crcs | None,
+) -> BlockView:
+    """Return where blocks go, narrowed to ``dest_layer``; raise UsageError if they do not fit."""
+    if not dest.writable:
+        raise UsageError("the destination is read-only: bytes are pulled, not pushed")
+    if len(dest) != len(source.slots):
+        raise UsageError(f"{len(source.slots)} slots do not fit a view of {len(dest)} blocks")
+    if len(np.unique(dest.block_ids)) != len(dest):
+        raise UsageError("a block of the destination is named twice")
+    if dest_layer is not None:
+        dest = layer_view(dest, dest_layer)
+    dest.layout.require_equal(source_layout)
+    if crcs is not None:
+        expected = (len(dest), source_layout.num_layers, source_layout.kv_heads)
+        if crcs.shape != expected:
+            raise UsageError(f"checksums of shape {crcs.shape} where {expected} is expected")
+    return dest
+
+
+def require_spans(
+    pairs: Sequence[tuple[Span, RemoteSlots, int]], geometries: Sequence[tuple[int, int]]
+) -> None:
+    """Raise UsageError unless flat bytes can be read so.
+
+    Args:
+        pairs: As for ``Endpoint.read_spans``.
+        geometries: Slot count and slot bytes of the region that each is read from.
+    """
+    if not pairs:
+        raise UsageError("a batch of no spans")
+    for (span, slots, offset), (slot_count, slot_bytes) in zip(pairs, geometries, strict=True):
+        require_slots(slots, slot_count)
+        if len(slots.slots) != 1:
+            raise UsageError("a span is read from one slot")
+        if span.size <= 0:
+            raise UsageError("a span of zero bytes")
+        if not 0 <= offset <= offset + span.size <= slot_bytes:
+            raise UsageError(f"{span.size} bytes at {offset} pass the slot's end at {slot_bytes}")
+    ends = 0
+    for span in sorted((pair[0] for pair in pairs), key=lambda span: span.address):
+        if span.address < ends:
+            raise UsageError("two destinations of the batch overlap")
+        ends = span.address + span.size
 
 
 class BlockPull:
@@ -60,19 +115,7 @@ class BlockPull:
     ) -> None:
         require_slots(source, window.slot_count)
         window.require_layout(source_layout)
-        if not dest.writable:
-            raise UsageError("the destination is read-only: bytes are pulled, not pushed")
-        if len(dest) != len(source.slots):
-            raise UsageError(f"{len(source.slots)} slots do not fit a view of {len(dest)} blocks")
-        if len(np.unique(dest.block_ids)) != len(dest):
-            raise UsageError("a block of the destination is named twice")
-        if dest_layer is not None:
-            dest = layer_view(dest, dest_layer)
-        dest.layout.require_equal(source_layout)
-        if crcs is not None:
-            expected = (len(dest), source_layout.num_layers, source_layout.kv_heads)
-            if crcs.shape != expected:
-                raise UsageError(f"checksums of shape {crcs.shape} where {expected} is expected")
+        dest = require_dest(dest, source, source_layout, dest_layer, crcs)
         self._crcs = crcs
         self._window = window
         self._dest = dest
@@ -114,23 +157,7 @@ class SpanPull:
     def __init__(
         self, pairs: Sequence[tuple[Span, RemoteSlots, int]], windows: list[Window]
     ) -> None:
-        if not pairs:
-            raise UsageError("a batch of no spans")
-        for (span, slots, offset), window in zip(pairs, windows, strict=True):
-            require_slots(slots, window.slot_count)
-            if len(slots.slots) != 1:
-                raise UsageError("a span is read from one slot")
-            if span.size <= 0:
-                raise UsageError("a span of zero bytes")
-            if not 0 <= offset <= offset + span.size <= window.slot_bytes:
-                raise UsageError(
-                    f"{span.size} bytes at {offset} pass the slot's end at {window.slot_bytes}"
-                )
-        ends = 0
-        for span in sorted((pair[0] for pair in pairs), key=lambda span: span.address):
-            if span.address < ends:
-                raise UsageError("two destinations of the batch overlap")
-            ends = span.address + span.size
+        require_spans(pairs, [(window.slot_count, window.slot_bytes) for window in windows])
         self._pairs = list(pairs)
         self._windows = windows
         self.batches = self._cut()
