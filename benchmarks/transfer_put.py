@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 
 from kvpool.completion import Completion
 from kvpool.memory import Span
-from kvpool.transfer.ucx import UcxTransport
-from kvpool.transfer.ucx_endpoint import UcxEndpoint
+from kvpool.transfer.ucx_connection import UcxConnection
+from kvpool.transfer.ucx_engine import UcxEngine
 from kvpool.transfer.ucx_library import find_library
 
 HERE = Path(__file__).resolve().parent
@@ -43,8 +43,11 @@ def memory() -> Span:
 
 def serve() -> None:
     """Be the engine's receiver until stdin ends."""
-    with UcxTransport(inbox=memory(), endpoint_max=1) as transport:
-        print(transport.listen(lambda endpoint: endpoint.on_notification(len)), flush=True)
+    with UcxEngine(inbox=memory(), endpoint_max=1) as transport:
+        print(
+            transport.listen(lambda endpoint: endpoint.on_notification(lambda note: None)),
+            flush=True,
+        )
         sys.stdin.read()
 
 
@@ -87,7 +90,7 @@ class Race:
 
     def __init__(
         self,
-        endpoint: UcxEndpoint,
+        endpoint: UcxConnection,
         reference: subprocess.Popen[str],
         batches: list[NDArray[np.uint64]],
         repeat: int,
@@ -177,7 +180,7 @@ def main() -> None:
         serve()
         return
     library = find_library()
-    with tempfile.TemporaryDirectory() as folder, UcxTransport(endpoint_max=1) as transport:
+    with tempfile.TemporaryDirectory() as folder, UcxEngine(endpoint_max=1) as transport:
         program = build(Path(folder))
         reference_server = start(program, library, "serve", str(MEMORY_BYTES))
         mode = "poll" if chosen.poll else "send"

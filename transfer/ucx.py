@@ -1,397 +1,279 @@
-"""Between hosts: one-sided puts over UCX into a peer's inbox, and notes that follow them.
+"""The transport between hosts: bytes come as puts into the reader's inbox, over UCX, and are checked.
 
-Owns one engine of the C core (``native/src/ucx_*.c``) and the thread that hands out its events. The
-data path is in C: a batch costs one call, whatever its size. Never touches an arena of a store: a
-peer writes into its own part of this process's inbox and nowhere else that we hand out. Who calls
-it: the transfer engine.
+Owns the inbox, the regions, and the endpoints of one engine. Nobody writes into an arena: a reader
+asks, the owner puts what it asked for into the reader's part of the inbox, and the reader copies it
+out, verified. Who calls it: the pool's server and client, and the workers, when they are told to.
 
-UCX is one trust domain: over TCP a peer that can connect can write anywhere in this process. So the
-default address is loopback, and any other needs ``trusted_network``.
+UCX is one trust domain: over TCP a process that can connect can write anywhere in this one. So the
+default address is loopback, which every user of this host can reach, and any other needs
+``trusted_network``.
 """
 
+import ipaddress
 import logging
 import mmap
 import threading
 from collections.abc import Callable
-from types import TracebackType
-from typing import TYPE_CHECKING, Final, Self
+from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kvpool._native import ffi, lib
+from kvpool.arena import Arena
 from kvpool.block import Incarnation, new_incarnation
-from kvpool.completion import Completion, CompletionSource
-from kvpool.errors import ClosedError, ConfigError, InternalError, KVPoolError, UsageError
-from kvpool.memory import Span
-from kvpool.transfer.ucx_endpoint import UcxEndpoint, UcxStatus, error_of
-from kvpool.transfer.ucx_library import find_library, require_trusted
+from kvpool.completion import Deadline
+from kvpool.errors import ClosedError, ConfigError, KVPoolError, PeerUnreachableError, UsageError
+from kvpool.memory import BlockView, Span
+from kvpool.transfer.base import Endpoint, RegionDescriptor, Transport
+from kvpool.transfer.endpoint import CLOSE_TIMEOUT_S, REGIONS_MAX
+from kvpool.transfer.engine import CopyEngine
+from kvpool.transfer.ucx_connection import UcxConnection
+from kvpool.transfer.ucx_endpoint import UcxEndpoint
+from kvpool.transfer.ucx_engine import UcxEngine
+from kvpool.transfer.ucx_wire import ASKS_MAX, Offer
 
-if TYPE_CHECKING:
-    from kvpool._native import CData, UcxEvent
+logger = logging.getLogger(__name__)
 
-log = logging.getLogger(__name__)
-
-# Fields of kvp_ucx_counts.
-COUNTERS: Final = (
-    "ucx_major",
-    "ucx_minor",
-    "ucx_release",
-    "endpoints",
-    "batches",
-    "wakeups",
-    "puts",
-    "put_bytes",
-)
-# Every close is bounded to about this.
-CLOSE_TIMEOUT_S: Final = 5.0
+SCHEME: Final = "ucx://"
+# Two windows of 1 MiB blocks and more fit each of its eight windows of 2 MiB.
+INBOX_BYTES: Final = 16 << 20
+ENDPOINTS_MAX: Final = 64
+# Puts and notes in flight, all connections.
+_BATCHES_MAX: Final = 1024
 
 
-def _text(characters: "CData") -> str:
-    return bytes(ffi.string(characters)).decode(errors="replace")
-
-
-class _Connecting:
-    """A connect that waits for its event. Guarded by the transport's lock; ``ended`` is set last."""
-
-    def __init__(self) -> None:
-        self.ended = threading.Event()
-        self.endpoint: UcxEndpoint | None = None
-        self.error: KVPoolError | None = None
-
-
-class UcxTransport:
-    """One process's way to peers on other hosts. Safe from any thread; bound to its process.
-
-    Args:
-        inbox: Page-aligned memory that peers put into, in ``endpoint_max`` equal parts, one a
-            connection; None if nobody puts here. The transport keeps it alive.
-        host: Numeric address to listen on and connect from. Decides the device and the family.
-        trusted_network: Whether everybody who can reach ``host`` may write to this process's
-            memory. Needed for anything but loopback.
-        incarnation: Name of this run of the process; a fresh one by default.
-        endpoint_max: Connections, those that drain included. More are refused.
-        batch_max: Batches in flight.
-        heartbeat_interval_s, heartbeat_timeout_s: What we send; 0 is nothing. A peer that sends
-            heartbeats and is then silent for the timeout is lost, even if nothing is in flight (UCX
-            does not notice a stopped process). The timeout is at least three intervals.
-        spin_s: How long the progress thread polls before it sleeps.
-        library: Path of libucp; see ``find_library``.
+def parse_address(address: str) -> tuple[str, int]:
+    """Split "ucx://HOST:PORT" into a numeric host and a port. An IPv6 host stands in brackets.
 
     Raises:
-        ConfigError: An address that is not this host's, or not loopback and not trusted; a size or
-            count out of range; a library that cannot be loaded.
+        UsageError: It is not of this form.
+    """
+    host, colon, port = address.removeprefix(SCHEME).rpartition(":")
+    if not address.startswith(SCHEME) or not colon or not port.isdecimal() or int(port) > 65535:
+        raise UsageError(f"{address} is no address of UCX: use ucx://HOST:PORT")
+    host = host.removeprefix("[").removesuffix("]")
+    try:
+        ipaddress.ip_address(host)
+    except ValueError as error:
+        raise UsageError(f"{address}: {host} is no numeric address") from error
+    return host, int(port)
+
+
+def format_address(host: str, port: int) -> str:
+    """Return the address that ``parse_address`` reads."""
+    return f"{SCHEME}[{host}]:{port}" if ":" in host else f"{SCHEME}{host}:{port}"
+
+
+class UcxTransport(Transport):
+    """See ``Transport``. Addresses are "ucx://HOST:PORT"; port 0 takes a free one.
+
+    Args:
+        name: Names the threads that copy.
+        host: Numeric address to listen on and connect from; decides device and family.
+        trusted_network: Whether everybody who can reach ``host`` may write to this process's
+            memory. Needed for anything but loopback.
+        inbox_bytes: Of one connection: what may be on its way to us. A layer of a block has to fit
+            an eighth of it. Memory is taken when it is used.
+        endpoint_max: Connections, those that are just ending included. More are refused.
+        copy_threads: Threads that copy out of the inbox, without the GIL.
+        heartbeat_interval_s, heartbeat_timeout_s, library: As for ``UcxEngine``.
+
+    Raises:
+        ConfigError: As ``UcxEngine``, or no memory for the inbox.
+
+    One lock guards regions, endpoints and ``_closed``. Nothing is called under it.
     """
 
     def __init__(
         self,
+        name: str = "kvpool-ucx",
         *,
-        inbox: Span | None = None,
         host: str = "127.0.0.1",
         trusted_network: bool = False,
-        incarnation: Incarnation | None = None,
-        endpoint_max: int = 16,
-        batch_max: int = 256,
+        inbox_bytes: int = INBOX_BYTES,
+        endpoint_max: int = ENDPOINTS_MAX,
+        copy_threads: int = 2,
         heartbeat_interval_s: float = 1.0,
         heartbeat_timeout_s: float = 5.0,
-        spin_s: float = 50e-6,
         library: str | None = None,
     ) -> None:
-        self.incarnation = new_incarnation() if incarnation is None else incarnation
-        self.library = find_library(library)
-        self.port = 0
-        require_trusted(host, trusted_network)
-        self._inbox = inbox
-        self._part = 0 if inbox is None else inbox.size // endpoint_max
-        self._part -= self._part % mmap.PAGESIZE
-        if inbox is not None and self._part == 0:
+        self.incarnation = new_incarnation()
+        self.host = host
+        self._part = inbox_bytes - inbox_bytes % mmap.PAGESIZE
+        if self._part < ASKS_MAX * mmap.PAGESIZE or endpoint_max < 1:
             raise ConfigError(
-                f"an inbox of {inbox.size} bytes has no page for each of {endpoint_max} endpoints",
-                key="inbox",
+                f"an inbox of {inbox_bytes} bytes for each of {endpoint_max} endpoints: use"
+                f" {ASKS_MAX * mmap.PAGESIZE} bytes and one endpoint or more",
+                key="transfer.inbox_bytes",
             )
-        # Guards every call of the engine and what follows. Never held while a callback runs.
+        self._inbox = _reserve(self._part * endpoint_max)
         self._lock = threading.Lock()
-        self._endpoints: dict[int, UcxEndpoint] = {}
-        self._connecting: dict[int, _Connecting] = {}
-        self._batches: dict[int, tuple[CompletionSource[int], int, object]] = {}
-        self._cookie = 0
-        self._on_connect: Callable[[UcxEndpoint], None] | None = None
-        engine = self._open(
-            host, endpoint_max, batch_max, heartbeat_interval_s, heartbeat_timeout_s, spin_s
+        self._regions: list[tuple[Offer, Arena, BlockView]] = []
+        self._endpoints: set[UcxEndpoint] = set()
+        self._on_connect: Callable[[Endpoint], None] | None = None
+        self._closed = False
+        inbox = Span.of(np.frombuffer(self._inbox, dtype=np.uint8))
+        self._inbox_address = inbox.address
+        self._engine = UcxEngine(
+            inbox=inbox,
+            host=host,
+            trusted_network=trusted_network,
+            incarnation=self.incarnation,
+            endpoint_max=endpoint_max,
+            batch_max=_BATCHES_MAX,
+            heartbeat_interval_s=heartbeat_interval_s,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+            library=library,
         )
-        self._engine: CData | None = engine
-        self._pump = threading.Thread(
-            target=self._run, args=(engine,), name="kvpool-ucx-events", daemon=True
+        self._copies = CopyEngine(
+            f"{name}-copy", threads=copy_threads, reads_max=endpoint_max * ASKS_MAX
         )
-        self._pump.start()
 
-    def _open(
-        self,
-        host: str,
-        endpoint_max: int,
-        batch_max: int,
-        heartbeat_interval_s: float,
-        heartbeat_timeout_s: float,
-        spin_s: float,
-    ) -> "CData":
-        texts = [ffi.new("char[]", text.encode()) for text in (self.library, host)]
-        incarnation = ffi.new("uint8_t[16]", self.incarnation)
-        config = ffi.new(
-            "kvp_ucx_config *",
-            {
-                "library": texts[0],
-                "host": texts[1],
-                "incarnation": incarnation,
-                "inbox": 0 if self._inbox is None else self._inbox.address,
-                "inbox_part": self._part,
-                "endpoint_max": endpoint_max,
-                "batch_max": batch_max,
-                "heartbeat_interval_ns": _nanoseconds(heartbeat_interval_s),
-                "heartbeat_timeout_ns": _nanoseconds(heartbeat_timeout_s),
-                "spin_ns": _nanoseconds(spin_s),
-            },
-        )
-        reason = ffi.new("char[256]")
-        engine = ffi.new("kvp_ucx **")
-        status = lib.kvp_ucx_open(config, reason, len(reason), engine)
-        if status != lib.KVP_OK:
-            raise ConfigError(f"UCX does not start: {_text(reason)}", key="transfer.ucx")
-        return engine[0]
-
-    def listen(self, on_connect: Callable[[UcxEndpoint], None], port: int = 0) -> int:
-        """Accept peers on this transport's host and hand each endpoint to ``on_connect``.
-
-        Args:
-            on_connect: Runs on the transport's thread and must not block. Notes that come before
-                it has set a callback are kept.
-            port: 0 takes a free one.
-
-        Returns:
-            The port.
-
-        Raises:
-            UsageError: It listens already, or the port cannot be had.
-            ClosedError: The transport is closed.
-        """
-        bound, code = ffi.new("uint16_t *"), ffi.new("int *")
+    def register(self, arena: Arena) -> RegionDescriptor:
+        """Let peers ask for the slots of an arena, those that come and those that are connected."""
+        if arena.incarnation != self.incarnation:
+            raise UsageError("open the arena with the transport's incarnation")
+        layout = arena.layout
         with self._lock:
-            engine = self._live()
-            before, self._on_connect = self._on_connect, on_connect
-            status = lib.kvp_ucx_listen(engine, port, bound, code)
-            if status != lib.KVP_OK:
-                self._on_connect = before
-        if status == lib.KVP_BUSY:
-            raise UsageError("the transport listens already")
-        if status != lib.KVP_OK:
-            raise UsageError(f"cannot listen on port {port}") from UcxStatus(f"answered {code[0]}")
-        self.port = bound[0]
-        return self.port
+            self._require_open()
+            number = len(self._regions)
+            if number >= REGIONS_MAX:
+                raise UsageError(f"{REGIONS_MAX} regions are registered: share one arena")
+            offer = Offer(number, arena.slot_count, layout.block_bytes, layout.crc_count)
+            # The view keeps the memory: the arena may be closed before the transport.
+            self._regions.append((offer, arena, arena.view([])))
+        self._engine.post(self._tell_regions)
+        return RegionDescriptor(self.incarnation, number, arena.slot_count, layout.block_bytes)
+
+    def listen(self, address: str, on_connect: Callable[[Endpoint], None]) -> str:
+        """Listen at a port of this transport's host."""
+        host, port = parse_address(address)
+        with self._lock:
+            self._require_open()
+        if host != self.host:
+            raise UsageError(f"{address} is not on {self.host}, where this transport is open")
+        before, self._on_connect = self._on_connect, on_connect
+        try:
+            return format_address(host, self._engine.listen(self._accept, port))
+        except KVPoolError:
+            self._on_connect = before
+            raise
 
     def connect(
-        self, host: str, port: int, timeout_s: float, expected: Incarnation | None = None
-    ) -> UcxEndpoint:
-        """Connect to a listening peer, and wait until both sides know each other.
+        self, address: str, timeout_s: float, expected: Incarnation | None = None
+    ) -> Endpoint:
+        """Connect to a listening peer. Blocks: not from a callback.
 
-        Raises:
-            UsageError: Not a numeric address of this transport's family, or called from a callback.
-            PeerUnreachableError: Nobody listens there, it has no room, or it speaks another version.
-            TransferTimeoutError: No hello within ``timeout_s``.
-            StaleIncarnationError: The peer is another run than ``expected``.
-            CapacityError: ``endpoint_max`` endpoints are in use.
-            ClosedError: The transport is closed.
+        Raises as ``Transport.connect``, and CapacityError: ``endpoint_max`` are connected.
         """
-        if threading.current_thread() is self._pump:
-            raise UsageError("connect would wait for the very thread that a callback runs on")
-        wanted = ffi.NULL if expected is None else ffi.new("uint8_t[16]", expected)
-        endpoint_id = ffi.new("uint64_t *")
-        waiting = _Connecting()
+        host, port = parse_address(address)
         with self._lock:
-            status = lib.kvp_ucx_connect(
-                self._live(), host.encode(), port, wanted, _nanoseconds(timeout_s), endpoint_id
-            )
-            if status == lib.KVP_OK:
-                self._connecting[endpoint_id[0]] = waiting
-        if status == lib.KVP_INVALID:
-            raise UsageError(f"{host} port {port} is no numeric address of this transport's family")
-        if status != lib.KVP_OK:
-            raise error_of(status, 0, f"connect to {host} port {port}")
-        # The engine ends it within timeout_s; the margin is for a busy machine.
-        if not waiting.ended.wait(timeout_s + CLOSE_TIMEOUT_S):
-            raise InternalError(f"connect to {host} port {port} did not end")
-        if waiting.endpoint is None:
-            assert waiting.error is not None
-            raise waiting.error
-        return waiting.endpoint
+            self._require_open()
+        deadline = Deadline(timeout_s)
+        made: list[UcxEndpoint] = []
+        self._engine.connect(
+            host, port, timeout_s, expected, lambda connection: made.append(self._adopt(connection))
+        )
+        endpoint = made[0]
+        try:
+            endpoint.wait_welcome(deadline.remaining_s())
+        except ClosedError as error:
+            self._require_open()
+            raise PeerUnreachableError(f"{address} closed the connection") from error
+        except KVPoolError:
+            endpoint.close()
+            raise
+        return endpoint
 
     def put_protocol(self) -> str:
         """Return how libucp carries puts, in its words; empty until one has had to wait."""
-        text = ffi.new("char[256]")
-        with self._lock:
-            lib.kvp_ucx_put_protocol(self._live(), text, len(text))
-        return _text(text)
+        return self._engine.put_protocol()
 
     def counts(self) -> dict[str, int]:
-        """Return the engine's counters: slots and batches in use, wake-ups, puts, bytes, version."""
-        counts = ffi.new("kvp_ucx_counts *")
-        with self._lock:
-            lib.kvp_ucx_count(self._live(), counts)
-        return {name: getattr(counts, name) for name in COUNTERS}
+        """Return the engine's counters; see ``UcxEngine.counts``."""
+        return self._engine.counts()
 
     def close(self) -> None:
-        """Close all endpoints and both threads. Idempotent, bounded to about 5 s.
-
-        Everything in flight ends with ClosedError, and its buffers are free when this returns.
-
-        Raises:
-            UsageError: Called from a callback.
-        """
-        if threading.current_thread() is self._pump:
+        """Close all endpoints and the threads; what they said last goes out first."""
+        if self._engine.on_thread():
             raise UsageError("a callback cannot close the transport that calls it")
         with self._lock:
-            engine, self._engine = self._engine, None
-            if engine is None:
-                return
-            lib.kvp_ucx_stop_events(engine)
-        self._pump.join(CLOSE_TIMEOUT_S)
-        if self._pump.is_alive():
-            log.error("a callback does not return: the engine stays open behind it")
+            already, self._closed = self._closed, True
+            endpoints = list(self._endpoints)
+        if already:
             return
-        lib.kvp_ucx_close(engine)
-        closed = ClosedError("the transport is closed")
-        for source, _, _ in self._batches.values():
-            source.fail(closed)
-        for waiting in self._connecting.values():
-            waiting.error = closed
-            waiting.ended.set()
-        for endpoint in list(self._endpoints.values()):
-            endpoint.end(closed)
-        self._batches.clear()
+        for endpoint in endpoints:  # all hear of it before any is waited for
+            endpoint.lose(ClosedError("the transport was closed"))
+        deadline = Deadline(CLOSE_TIMEOUT_S / 2)
+        for endpoint in endpoints:
+            endpoint.wait_drained(deadline.remaining_s())
+        self._engine.close()
+        self._copies.close()
+        with self._lock:
+            self._regions = []
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    # ---- for endpoints ------------------------------------------------------------------------
-
-    def _live(self) -> "CData":
-        if self._engine is None:
+    def _require_open(self) -> None:
+        if self._closed:
             raise ClosedError("the transport is closed")
-        return self._engine
 
-    def disconnect(self, endpoint_id: int) -> None:
-        """Close an endpoint by force; for the endpoint itself."""
-        with self._lock:
-            if self._engine is not None:
-                lib.kvp_ucx_disconnect(self._engine, endpoint_id)
+    # ---- the engine's thread ---------------------------------------------------------------------
 
-    def put(
+    def _accept(self, connection: UcxConnection) -> None:
+        self._adopt(connection, self._welcomed)
+
+    def _adopt(
         self,
-        endpoint: UcxEndpoint,
-        table: NDArray[np.uint64],
-        owner: object,
-        deadline_s: float,
-        note: bytes,
-    ) -> Completion[int]:
-        """Submit a batch of an endpoint, for the endpoint itself: see ``UcxEndpoint.put``."""
-        source: CompletionSource[int] = CompletionSource()
-        spans = ffi.cast("kvp_ucx_span *", ffi.from_buffer(table))
+        connection: UcxConnection,
+        on_welcome: Callable[[UcxEndpoint], None] = lambda endpoint: None,
+    ) -> UcxEndpoint:
+        endpoint = UcxEndpoint(
+            connection,
+            self._engine,
+            self._copies,
+            region=self._region,
+            on_welcome=on_welcome,
+            on_drained=self._forget,
+        )
         with self._lock:
-            engine = self._live()
-            self._cookie += 1
-            cookie = self._cookie
-            status = lib.kvp_ucx_put(
-                engine,
-                endpoint.id,
-                spans,
-                len(table),
-                note,
-                len(note),
-                _nanoseconds(deadline_s),
-                cookie,
-            )
-            if status == lib.KVP_OK:
-                self._batches[cookie] = (source, int(table[:, 1].sum()), (table, owner))
-        if status == lib.KVP_INVALID:
-            raise UsageError(
-                f"a batch of {len(table)} spans and a note of {len(note)} bytes is empty, or leaves"
-                f" the peer's inbox of {endpoint.peer_inbox_bytes} bytes"
-            )
-        if status == lib.KVP_CLOSED:
-            raise endpoint.gone()
-        if status != lib.KVP_OK:
-            raise error_of(status, 0, "put")
-        return source.completion
+            self._endpoints.add(endpoint)
+            offers = [offer for offer, _, _ in self._regions]
+            closed = self._closed
+        endpoint.start(offers)
+        if closed:
+            endpoint.lose(ClosedError("the transport was closed"))
+        return endpoint
 
-    # ---- the thread of events -----------------------------------------------------------------
+    def _welcomed(self, endpoint: UcxEndpoint) -> None:
+        if self._on_connect is not None:
+            self._on_connect(endpoint)
 
-    def _run(self, engine: "CData") -> None:
-        event = ffi.new("kvp_ucx_event *")
-        handlers = {
-            lib.KVP_UCX_OPENED: self._opened,
-            lib.KVP_UCX_ARRIVED: self._arrived,
-            lib.KVP_UCX_BATCH: self._ended,
-            lib.KVP_UCX_CLOSED: self._closed,
-        }
-        while True:
-            status = lib.kvp_ucx_next_event(engine, _nanoseconds(60.0), event)
-            if status == lib.KVP_CLOSED:
-                return
-            if status == lib.KVP_OK:
-                try:
-                    handlers[event.kind](event)
-                except Exception:
-                    log.exception("a callback failed")
-
-    def _opened(self, event: "UcxEvent") -> None:
-        inbox = None
-        if self._inbox is not None:
-            inbox = self._inbox.part(event.inbox_offset, self._part)
-        endpoint = UcxEndpoint(self, event, inbox)
+    def _forget(self, endpoint: UcxEndpoint) -> None:
+        """Drop an endpoint that has ended, and the memory of its inbox part."""
         with self._lock:
-            self._endpoints[endpoint.id] = endpoint
-            waiting = self._connecting.pop(endpoint.id, None)
-            on_connect = self._on_connect
-        if waiting is not None:
-            waiting.endpoint = endpoint
-            waiting.ended.set()
-        elif on_connect is not None:
-            on_connect(endpoint)
+            self._endpoints.discard(endpoint)
+        inbox = endpoint.connection.inbox
+        assert inbox is not None
+        self._inbox.madvise(mmap.MADV_DONTNEED, inbox.address - self._inbox_address, inbox.size)
 
-    def _arrived(self, event: "UcxEvent") -> None:
-        self._endpoints[event.endpoint].arrived(bytes(ffi.buffer(event.note, event.note_size)))
-
-    def _ended(self, event: "UcxEvent") -> None:
+    def _region(self, number: int) -> tuple[Arena, BlockView] | None:
         with self._lock:
-            source, size, _ = self._batches.pop(event.cookie)
-        if event.status == lib.KVP_OK:
-            source.finish(size)
-        else:
-            source.fail(error_of(event.status, event.ucx_code, "put"))
+            if number >= len(self._regions):
+                return None
+            _, arena, memory = self._regions[number]
+            return arena, memory
 
-    def _closed(self, event: "UcxEvent") -> None:
-        error = error_of(event.status, event.ucx_code, "the connection ended")
+    def _tell_regions(self) -> None:
         with self._lock:
-            endpoint = self._endpoints.pop(event.endpoint, None)
-            waiting = self._connecting.pop(event.endpoint, None)
-        if endpoint is not None:
-            endpoint.end(error)
-        if waiting is not None:
-            waiting.error = error
-            waiting.ended.set()
-        # Its owner knows: the slot and its part of the inbox may go to the next connection.
-        with self._lock:
-            if self._engine is not None:
-                lib.kvp_ucx_release(self._engine, event.endpoint)
+            endpoints = list(self._endpoints)
+            offers = [offer for offer, _, _ in self._regions]
+        for endpoint in endpoints:
+            endpoint.tell_regions(offers)
 
 
-def _nanoseconds(seconds: float) -> int:
-    if not 0 <= seconds < 1e9:
-        raise UsageError(f"{seconds} is not a number of seconds")
-    return int(seconds * 1e9)
+def _reserve(size: int) -> mmap.mmap:
+    """Return private memory that is taken page by page when it is used."""
+    try:
+        return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, ValueError, OverflowError) as error:
+        raise ConfigError(
+            f"no memory for an inbox of {size} bytes: ask for less", key="transfer.inbox_bytes"
+        ) from error

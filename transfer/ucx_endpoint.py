@@ -1,245 +1,331 @@
-"""One UCX connection: what to put, what arrived, and its end.
+"""One endpoint over UCX: notifications and reads, made of notes and puts.
 
-Owns the callbacks and the table of spans of a batch. Never calls the C core: the transport, which
-owns the engine, does. Who calls it: the transfer engine; ``transfer/ucx.py`` makes them.
+Owns what the two sides say to each other on one connection, and its end. A read of one side is a
+put of the other (``ucx_reads``, ``ucx_answers``). Who calls it: ``transfer/ucx.py``, on whose
+engine's thread everything here runs that is not an operation of a caller.
 """
 
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, Final, Protocol, Self
+from typing import Final
 
-import numpy as np
-from numpy.typing import NDArray
-
-from kvpool._native import ffi, lib
-from kvpool.block import Incarnation
-from kvpool.completion import Completion
+from kvpool.arena import Arena
+from kvpool.block import BlockLayout
+from kvpool.completion import Completion, Deadline
 from kvpool.errors import (
     CapacityError,
     ClosedError,
-    InternalError,
+    CorruptionError,
     KVPoolError,
     PeerUnreachableError,
-    StaleIncarnationError,
     TransferTimeoutError,
     UsageError,
 )
-from kvpool.memory import Span
+from kvpool.memory import BlockView, Crcs, Span
+from kvpool.transfer.base import RegionDescriptor, RemoteSlots
+from kvpool.transfer.endpoint import CLOSE_TIMEOUT_S, LinkedEndpoint, require_notification
+from kvpool.transfer.engine import CopyEngine
+from kvpool.transfer.ucx_answers import PUT_TIMEOUT_S, Answers
+from kvpool.transfer.ucx_connection import UcxConnection
+from kvpool.transfer.ucx_cuts import BlockJob, PeerRegion, SpanJob
+from kvpool.transfer.ucx_engine import UcxEngine
+from kvpool.transfer.ucx_reads import Reads
+from kvpool.transfer.ucx_wire import (
+    PROTOCOL_VERSION,
+    Answer,
+    Ask,
+    Bye,
+    Message,
+    Offer,
+    Taken,
+    Welcome,
+    decode,
+    encode,
+    frame,
+)
 
-if TYPE_CHECKING:
-    from kvpool._native import UcxEvent
+logger = logging.getLogger(__name__)
 
-log = logging.getLogger(__name__)
-
-# Notes kept for an endpoint whose callback is not set yet; with one more it is closed.
-EARLY_NOTES_MAX: Final = 1024
-
-# Either (local bytes, offset in the peer's inbox) pairs, or a table of them: uint64 [n, 3] with
-# columns local address, size, remote offset, C-contiguous.
-Batch = Sequence[tuple[Span, int]] | NDArray[np.uint64]
-
-
-class UcxStatus(Exception):
-    """What libucp answered, kept as the cause of an error."""
-
-
-def error_of(status: int, code: int, what: str) -> KVPoolError:
-    """Return the exception for a kvp_status, with the library's own code as its cause."""
-    kinds: dict[int, type[KVPoolError]] = {
-        lib.KVP_TIMEOUT: TransferTimeoutError,
-        lib.KVP_STALE: StaleIncarnationError,
-        lib.KVP_CLOSED: ClosedError,
-        lib.KVP_PEER: PeerUnreachableError,
-        lib.KVP_INVALID: PeerUnreachableError,
-        lib.KVP_FULL: CapacityError,
-    }
-    why = {
-        lib.KVP_TIMEOUT: "nothing came before the deadline",
-        lib.KVP_STALE: "another run of the process answers there",
-        lib.KVP_CLOSED: "it was closed here",
-        lib.KVP_PEER: "the peer is gone or not reachable",
-        lib.KVP_INVALID: "the peer speaks another protocol or an incompatible version of UCX",
-        lib.KVP_FULL: "too much is in flight",
-    }
-    error = kinds.get(status, InternalError)(f"{what}: {why.get(status, f'status {status}')}")
-    if code != 0:
-        error.__cause__ = UcxStatus(f"libucp answered {code}")
-    return error
+# Notifications that may wait for a callback at a receiver; it says so after each quarter.
+NOTIFICATIONS_MAX: Final = 1024
+# A peer that has connected says within this time what it has.
+WELCOME_TIMEOUT_S: Final = 5.0
+# A peer that is told of the end takes the last words and ends it; after this long we do.
+_BYE_TIMEOUT_S: Final = 0.5
+# When a message that found no room is tried again.
+_RETRY_S: Final = 0.001
 
 
-class Engine(Protocol):
-    """What an endpoint asks of the transport that made it."""
+class UcxEndpoint(LinkedEndpoint):
+    """See ``Endpoint``. Made on the engine's thread when a connection opens.
 
-    def put(
-        self,
-        endpoint: "UcxEndpoint",
-        table: NDArray[np.uint64],
-        owner: object,
-        deadline_s: float,
-        note: bytes,
-    ) -> Completion[int]:
-        """Submit a batch; ``owner`` keeps its memory alive."""
-        ...
-
-    def disconnect(self, endpoint_id: int) -> None:
-        """Close an endpoint by force."""
-        ...
-
-
-class UcxEndpoint:
-    """One connection to one peer process. Made by a transport. Safe from any thread.
-
-    Attributes:
-        peer: The peer's incarnation.
-        inbox: Where the peer's puts land in this process, None without an inbox. Until ``on_lost``
-            has called back, the peer may still write there.
-        peer_inbox_bytes: Size of the inbox that we put into.
-        id: The C engine's number of it.
+    Args:
+        connection: Open. The endpoint takes its notes and its end over.
+        engine: Of the connection.
+        copies: Copies out of the inbox.
+        region: Returns an arena of ours by the number of its region, and a view of its memory.
+        on_welcome: Called once, when the peer has told of its regions.
+        on_drained: Called once at the end, when nobody writes into the inbox part any more.
     """
 
-    def __init__(self, engine: Engine, event: "UcxEvent", inbox: Span | None) -> None:
-        self.peer = Incarnation(bytes(ffi.buffer(event.peer)))
-        self.inbox = inbox
-        self.peer_inbox_bytes: int = event.peer_inbox_bytes
+    def __init__(
+        self,
+        connection: UcxConnection,
+        engine: UcxEngine,
+        copies: CopyEngine,
+        *,
+        region: Callable[[int], tuple[Arena, BlockView] | None],
+        on_welcome: Callable[["UcxEndpoint"], None],
+        on_drained: Callable[["UcxEndpoint"], None],
+    ) -> None:
+        super().__init__(connection.peer)
+        assert connection.inbox is not None
+        self.connection = connection
         self._engine = engine
-        self.id: int = event.endpoint
-        # Guards what follows. A callback runs under it, so messages keep their order.
-        self._lock = threading.RLock()
-        self._lost: KVPoolError | None = None
-        self._on_notification: Callable[[bytes], None] | None = None
-        self._on_lost: list[Callable[[UcxEndpoint], None]] = []
-        self._early: list[bytes] = []
+        self._peer_regions: list[PeerRegion] = []
+        self._on_welcome = on_welcome
+        self._on_drained = on_drained
+        self._welcomed = False
+        self._drained = threading.Event()
+        # Guards what follows, and the order of what is sent. After ``_changed``, before the engine's.
+        self._send_lock = threading.Lock()
+        self._backlog: deque[bytes] = deque()
+        self._told = 0  # regions of ours
+        self._sent = self._sent_taken = 0  # notifications, and how many of them the peer handed on
+        # The engine's thread alone: notifications that wait for the callback, and those handed on.
+        self._notes: deque[bytes] = deque()
+        self._taken = 0
+        self._reads = Reads(connection.inbox, self._say, copies, engine.post, engine.call_later)
+        self._answers = Answers(connection, region, engine.call_later)
 
-    def put(self, batch: Batch, deadline_s: float, note: bytes = b"") -> Completion[int]:
-        """Write spans into the peer's inbox, and then deliver a note.
+    def start(self, ours: Sequence[Offer]) -> None:
+        """Tell the peer what there is, and listen to it. On the engine's thread, once."""
+        self.connection.on_notification(self._take)
+        self.connection.on_lost(self._gone)
+        self.tell_regions(ours)
+        self._say(Welcome(PROTOCOL_VERSION))
+        self._engine.call_later(WELCOME_TIMEOUT_S, self._require_welcome)
 
-        Args:
-            batch: What to write where; may be empty if there is a note. It and the memory it names
-                belong to the transport until the completion is done.
-            deadline_s: Seconds from now. When they pass the connection is closed by force, because
-                a put can be called back in no other way.
-            note: Up to 1,024 bytes. When it arrives the spans are visible, and so is everything
-                put on this endpoint before.
+    def tell_regions(self, ours: Sequence[Offer]) -> None:
+        """Tell the peer of regions that it has not been told of."""
+        with self._send_lock:
+            for offer in ours[self._told :]:
+                self._queue(encode(offer))
+            self._told = max(self._told, len(ours))
 
-        Returns:
-            A completion of the bytes written. PeerUnreachableError, TransferTimeoutError or
-            ClosedError end it otherwise; the peer's inbox then holds any part of the batch.
-
-        Raises:
-            UsageError: A span is empty or passes the end of the peer's inbox, the note is too
-                large, or there is nothing to do. Nothing moved.
-            CapacityError: Too many batches are in flight, or the peer has not taken enough of the
-                earlier notes. Nothing moved; try again later.
-            PeerUnreachableError, ClosedError: The endpoint is lost or closed.
-
-        Never blocks.
-        """
-        if self._lost is not None:
-            raise self.gone()
-        return self._engine.put(self, _table(batch), batch, deadline_s, note)
-
-    def notify(self, payload: bytes, deadline_s: float = 5.0) -> bool:
-        """Send a note alone, after everything put before. Never blocks.
-
-        Returns:
-            False if the peer has not taken enough of the earlier ones: try again later.
+    def wait_welcome(self, timeout_s: float) -> None:
+        """Wait until the peer has told of its regions.
 
         Raises:
-            UsageError, PeerUnreachableError, ClosedError: As ``put``.
+            TransferTimeoutError: It has not.
+            KVPoolError: What ended the endpoint first.
         """
-        try:
-            self.put((), deadline_s, payload)
-        except CapacityError:
-            return False
-        return True
+        with self._changed:
+            if not self._changed.wait_for(
+                lambda: self._welcomed or self._lost is not None, timeout_s
+            ):
+                raise TransferTimeoutError(f"no welcome within {timeout_s} s")
+            if not self._welcomed:
+                self._require_alive()
 
-    def on_notification(self, callback: Callable[[bytes], None]) -> None:
-        """Call back for each note, in order, from the transport's thread. It must not block.
+    # ---- the contract ----------------------------------------------------------------------------
 
-        Notes that came before the first callback was set are handed to it first.
-        """
-        with self._lock:
-            self._on_notification = callback
-            early, self._early = self._early, []
-            for note in early:
-                callback(note)
+    def read_spans(
+        self, pairs: Sequence[tuple[Span, RemoteSlots, int]], deadline_s: float
+    ) -> Completion[int]:
+        """Have flat bytes put here; see ``Endpoint``. Raises CapacityError: too many reads."""
+        regions = [self._region(slots.region) for _, slots, _ in pairs]
+        return self._reads.submit(SpanJob(pairs, regions, self._reads.window_bytes), deadline_s)
 
-    def on_lost(self, callback: "Callable[[UcxEndpoint], None]") -> None:
-        """Call back once when the endpoint is closed *and drained*; at once if it is already.
+    def read_blocks(
+        self,
+        dest: BlockView,
+        source: RemoteSlots,
+        *,
+        source_layout: BlockLayout,
+        dest_layer: int | None,
+        deadline_s: float,
+        crcs: Crcs | None = None,
+    ) -> Completion[int]:
+        """Have blocks put here; see ``Endpoint``. Raises CapacityError: too many reads."""
+        job = BlockJob(
+            self._region(source.region),
+            self._reads.window_bytes,
+            dest,
+            source,
+            source_layout,
+            dest_layer,
+            crcs,
+        )
+        return self._reads.submit(job, deadline_s)
 
-        Until then the peer may still write into ``inbox``. Once all callbacks have returned, the
-        inbox belongs to another connection.
-        """
-        with self._lock:
-            if self._lost is None:
-                self._on_lost.append(callback)
-                return
-        callback(self)
-
-    def alive(self) -> bool:
-        """Say whether the endpoint is open and the peer not known to be dead."""
-        return self._lost is None
+    def notify(self, payload: bytes) -> bool:
+        """Send a notification behind what was sent before."""
+        require_notification(payload)
+        with self._changed:
+            self._require_alive()
+        with self._send_lock:
+            if self._backlog or self._sent - self._sent_taken >= NOTIFICATIONS_MAX:
+                return False
+            try:
+                self.connection.put((), PUT_TIMEOUT_S, frame(payload))
+            except CapacityError:
+                return False
+            self._sent += 1
+            return True
 
     def close(self) -> None:
-        """End the connection by force. Batches in flight end with ClosedError. Idempotent."""
-        self._engine.disconnect(self.id)
+        """End the connection: last words first, then nobody writes here any more."""
+        self.lose(ClosedError("the endpoint was closed"))
+        if self._engine.on_thread():
+            return  # it is what the end waits for
+        self.wait_drained(CLOSE_TIMEOUT_S)
 
-    def __enter__(self) -> Self:
-        return self
+    def wait_drained(self, timeout_s: float) -> None:
+        """Wait until an endpoint that was ended is drained. Not on the engine's thread."""
+        deadline = Deadline(timeout_s)
+        reads = self._reads.drain(timeout_s)
+        if not (reads and self._drained.wait(deadline.remaining_s())):
+            logger.error("a closed endpoint has not ended in %s s", timeout_s)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
+    def windows(self) -> tuple[int, int]:
+        """Return the windows of the inbox that are free, and those that the peer still owes."""
+        return self._reads.counts()
 
-    def gone(self) -> KVPoolError:
-        """Return the error that says why nothing can be put any more."""
-        if isinstance(self._lost, ClosedError):
-            return ClosedError("the endpoint is closed")
-        error = PeerUnreachableError("the endpoint is lost: connect again")
-        error.__cause__ = self._lost
-        return error
+    # ---- sending ---------------------------------------------------------------------------------
 
-    def arrived(self, note: bytes) -> None:
-        """Hand a note to its callback, or keep it. For the transport's thread."""
-        with self._lock:
-            if self._on_notification is not None:
-                self._on_notification(note)
-            elif len(self._early) < EARLY_NOTES_MAX:
-                self._early.append(note)
+    def _say(self, message: Message) -> None:
+        """Send a message now, or as soon as there is room. Lost with the peer."""
+        with self._send_lock:
+            self._queue(encode(message))
+
+    def _queue(self, note: bytes) -> None:
+        """Send a note behind those that wait. With the lock held."""
+        waits = bool(self._backlog)
+        self._backlog.append(note)
+        if not waits and not self._send_backlog():
+            self._engine.call_later(_RETRY_S, self._flush)
+
+    def _send_backlog(self) -> bool:
+        """Send what waits. False if something still does. With the lock held."""
+        try:
+            while self._backlog:
+                self.connection.put((), PUT_TIMEOUT_S, self._backlog[0])
+                self._backlog.popleft()
+        except CapacityError:
+            return False
+        except (PeerUnreachableError, ClosedError):
+            self._backlog.clear()  # on_lost tells of it
+        return True
+
+    def _flush(self) -> None:
+        with self._send_lock:
+            if not self._send_backlog():
+                self._engine.call_later(_RETRY_S, self._flush)
+
+    # ---- what the peer says, on the engine's thread ----------------------------------------------
+
+    def _take(self, note: bytes) -> None:
+        if self._lost is not None:
+            return
+        try:
+            message = decode(note)
+            if isinstance(message, bytes):
+                self._notified(message)
             else:
-                log.error("nobody takes the notes of an endpoint: it is closed")
-                self.close()
+                self._said(message)
+        except KVPoolError as error:
+            self._break(str(error))
 
-    def end(self, error: KVPoolError) -> None:
-        """Tell the owner that the connection is closed and drained. For the transport's thread."""
-        with self._lock:
-            if self._lost is not None:
+    def _said(self, message: Message) -> None:
+        if isinstance(message, Offer):
+            self._offered(message)
+        elif isinstance(message, Welcome):
+            self._greeted()
+        elif isinstance(message, Ask):
+            self._answers.take(message)
+        elif isinstance(message, Answer):
+            if not self._reads.answered(message):
+                raise CorruptionError("the peer answers what was not asked")
+        elif isinstance(message, Taken):
+            with self._send_lock:
+                sound = self._sent_taken <= message.count <= self._sent
+                self._sent_taken = message.count if sound else self._sent_taken
+            if not sound:
+                raise CorruptionError("the peer took more notifications than were sent")
+        else:
+            self.lose(PeerUnreachableError("the other side closed the connection"))
+
+    def _offered(self, offer: Offer) -> None:
+        descriptor = RegionDescriptor(self.peer, offer.region, offer.slot_count, offer.slot_bytes)
+        with self._changed:
+            if self._add_region(descriptor):
+                self._peer_regions.append(PeerRegion(descriptor, offer.crc_count))
+
+    def _greeted(self) -> None:
+        with self._changed:
+            if self._welcomed:
+                raise CorruptionError("the peer said welcome twice")
+            self._welcomed = True
+            self._changed.notify_all()
+        self._on_welcome(self)
+
+    def _require_welcome(self) -> None:
+        if not self._welcomed:
+            self._break(f"no welcome within {WELCOME_TIMEOUT_S} s")
+
+    def _notified(self, payload: bytes) -> None:
+        if len(self._notes) >= NOTIFICATIONS_MAX or not self._welcomed:
+            raise CorruptionError("the peer sent a notification that it might not send yet")
+        self._notes.append(payload)
+        self._deliver()
+
+    def _deliver_soon(self) -> None:
+        self._engine.post(self._deliver)
+
+    def _deliver(self) -> None:
+        while self._notes and (callback := self._on_notification) is not None:
+            if isinstance(self._lost, ClosedError):
                 return
-            self._lost = error
-            callbacks, self._on_lost = self._on_lost, []
-        for callback in callbacks:
-            _guarded(callback, self)
+            payload = self._notes.popleft()
+            try:
+                callback(payload)
+            except Exception:
+                logger.exception("a notification callback failed")
+            self._taken += 1
+            if self._taken % (NOTIFICATIONS_MAX // 4) == 0:
+                self._say(Taken(self._taken))
 
+    # ---- the end ---------------------------------------------------------------------------------
 
-def _table(batch: Batch) -> NDArray[np.uint64]:
-    if isinstance(batch, np.ndarray):
-        if batch.dtype != np.uint64 or batch.ndim != 2 or batch.shape[1] != 3:
-            raise UsageError(f"a table of {batch.dtype} {batch.shape} is not uint64 [n, 3]")
-        return np.ascontiguousarray(batch)
-    rows = [(span.address, span.size, offset) for span, offset in batch]
-    if any(offset < 0 for _, _, offset in rows):
-        raise UsageError("a span starts before the peer's inbox")
-    return np.array(rows, dtype=np.uint64).reshape(len(rows), 3)
+    def _break(self, reason: str) -> None:
+        if self.lose(PeerUnreachableError(f"the connection was ended: {reason}")):
+            logger.warning("closing an endpoint: %s", reason)
 
+    def _end_reads(self, error: KVPoolError) -> None:
+        self._reads.end(error)
 
-def _guarded(callback: Callable[[UcxEndpoint], None], endpoint: UcxEndpoint) -> None:
-    try:
-        callback(endpoint)
-    except Exception:
-        log.exception("a callback failed")
+    def _release(self) -> None:
+        if isinstance(self._lost, ClosedError) and self.connection.alive():
+            self._say(Bye())
+            self._engine.call_later(_BYE_TIMEOUT_S, self.connection.close)
+        else:
+            self.connection.close()
+
+    def _gone(self, connection: UcxConnection) -> None:
+        """End with the connection, which is drained: nobody writes into the inbox any more."""
+        self.lose(connection.gone())
+        # Its inbox part goes to another connection when this returns.
+        if not self._reads.drain(CLOSE_TIMEOUT_S):
+            logger.error("copies of a lost endpoint have not ended in %s s", CLOSE_TIMEOUT_S)
+        self._on_drained(self)
+        self._drained.set()
+
+    def _region(self, region: int) -> PeerRegion:
+        with self._changed:
+            self._require_alive()
+            if not 0 <= region < len(self._peer_regions):
+                raise UsageError(f"the peer has told of no region {region}: see wait_region")
+            return self._peer_regions[region]

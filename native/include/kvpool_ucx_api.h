@@ -48,7 +48,7 @@ typedef struct {
     uint64_t peer_inbox_bytes;
     uint8_t peer[16];  /* OPENED; CLOSED with KVP_STALE: the peer's incarnation */
     size_t note_size;
-    uint8_t note[1024];
+    uint8_t note[1088]; /* a notification of 1,024 bytes, and room for what frames it */
 } kvp_ucx_event;
 
 typedef struct {
@@ -86,7 +86,7 @@ kvp_status kvp_ucx_disconnect(kvp_ucx *engine, uint64_t endpoint);
  * endpoint is force-closed: a put cannot be called back otherwise. Never blocks, never posts.
  *
  * `spans` and the memory they name belong to the engine until BATCH. KVP_INVALID: a span is empty
- * or passes the end of the peer's inbox, nothing to do, or note_size > 1024; nothing was done.
+ * or passes the end of the peer's inbox, nothing to do, or note_size > 1088; nothing was done.
  * KVP_FULL: batch_max are in flight, or the peer has not taken enough of the earlier notes.
  * KVP_CLOSED: the endpoint is not open (any more). */
 kvp_status kvp_ucx_put(kvp_ucx *engine, uint64_t endpoint, const kvp_ucx_span *spans, size_t count,
@@ -100,6 +100,8 @@ kvp_status kvp_ucx_next_event(kvp_ucx *engine, uint64_t timeout_ns, kvp_ucx_even
 kvp_status kvp_ucx_release(kvp_ucx *engine, uint64_t endpoint);
 /* Make a waiting kvp_ucx_next_event answer KVP_CLOSED, now and from now on. */
 void kvp_ucx_stop_events(kvp_ucx *engine);
+/* Make the kvp_ucx_next_event that waits now, or else the next one that finds none, answer KVP_MISS. */
+void kvp_ucx_wake_events(kvp_ucx *engine);
 
 /* How libucp described the latest put that did not complete at once ("zero-copy ..."), as a string.
  * KVP_MISS: every put completed at once so far. For tests and `kvpool doctor`. */

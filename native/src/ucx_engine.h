@@ -117,7 +117,7 @@ struct kvp_ucx {
     kvp_endpoint *wanted; /* to connect or to leave */
     size_t batches_used; /* counted until their event is taken, so that events never overflow */
     size_t slots_used;
-    bool sleeping, stopping, events_stopped;
+    bool sleeping, stopping, events_stopped, events_woken;
     enum { LISTEN_NONE, LISTEN_WANTED, LISTEN_DONE } listen;
     uint16_t listen_port;
     ucx_status listen_code;

@@ -186,8 +186,12 @@ kvp_status kvp_ucx_next_event(kvp_ucx *engine, uint64_t timeout_ns, kvp_ucx_even
     kvp_status status = KVP_OK;
     pthread_mutex_lock(&engine->lock);
     while (engine->event_count == 0 && !engine->events_stopped && status == KVP_OK) {
-        int code = pthread_cond_timedwait(&engine->changed, &engine->lock, &until);
-        status = code == 0 ? KVP_OK : KVP_MISS;
+        int code = 0;
+        if (!engine->events_woken) {
+            code = pthread_cond_timedwait(&engine->changed, &engine->lock, &until);
+        }
+        status = code != 0 || engine->events_woken ? KVP_MISS : KVP_OK;
+        engine->events_woken = false;
     }
     if (engine->events_stopped) {
         status = KVP_CLOSED;
@@ -224,6 +228,17 @@ void kvp_ucx_stop_events(kvp_ucx *engine)
     }
     pthread_mutex_lock(&engine->lock);
     engine->events_stopped = true;
+    pthread_cond_broadcast(&engine->changed);
+    pthread_mutex_unlock(&engine->lock);
+}
+
+void kvp_ucx_wake_events(kvp_ucx *engine)
+{
+    if (engine->pid != getpid()) {
+        return;
+    }
+    pthread_mutex_lock(&engine->lock);
+    engine->events_woken = true;
     pthread_cond_broadcast(&engine->changed);
     pthread_mutex_unlock(&engine->lock);
 }

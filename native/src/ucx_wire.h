@@ -11,10 +11,10 @@
 
 enum {
     KVP_WIRE_MAGIC = 0x5855564b, /* "KVUX" */
-    KVP_WIRE_VERSION = 1,
+    KVP_WIRE_VERSION = 2,
     KVP_AM_ID = 11,
     KVP_INCARNATION_BYTES = 16,
-    KVP_NOTE_BYTES_MAX = 1024,
+    KVP_NOTE_BYTES_MAX = 1088,
     KVP_NOTE_WINDOW = 64, /* notes that may wait at a receiver, per connection */
     KVP_RKEY_BYTES_MAX = 1024
 };

@@ -1,4 +1,4 @@
-"""What a UCX transport does when its peer process dies, stops, is another one, or behaves."""
+"""What a UCX engine does when its peer process dies, stops, is another one, or behaves."""
 
 import hashlib
 import json
@@ -20,8 +20,8 @@ from kvpool.errors import (
     TransferTimeoutError,
 )
 from kvpool.memory import Span
-from kvpool.transfer.ucx import UcxTransport
-from kvpool.transfer.ucx_endpoint import UcxEndpoint
+from kvpool.transfer.ucx_connection import UcxConnection
+from kvpool.transfer.ucx_engine import UcxEngine
 from tests.conftest import Count
 from tests.faults.ucx_peer import Peer, Server, wait_until
 
@@ -31,12 +31,12 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def transport() -> Iterator[UcxTransport]:
-    with UcxTransport(heartbeat_interval_s=0) as transport:
+def transport() -> Iterator[UcxEngine]:
+    with UcxEngine(heartbeat_interval_s=0) as transport:
         yield transport
 
 
-def connect(transport: UcxTransport, peer: Server) -> UcxEndpoint:
+def connect(transport: UcxEngine, peer: Server) -> UcxConnection:
     return transport.connect("127.0.0.1", peer.port, 10, peer.incarnation)
 
 
@@ -54,9 +54,7 @@ def scattered(
 
 
 @pytest.mark.parametrize(("size", "count"), [(64 << 10, 256), (MIB, 16), (64 << 10, 1)])
-def test_a_batch_arrives_whole_before_its_note(
-    transport: UcxTransport, size: int, count: int
-) -> None:
+def test_a_batch_arrives_whole_before_its_note(transport: UcxEngine, size: int, count: int) -> None:
     with Server(inbox_bytes=4 * size * count) as peer:
         endpoint = connect(transport, peer)
         for seed in range(3):
@@ -69,7 +67,7 @@ def test_a_batch_arrives_whole_before_its_note(
             assert said["digest"] == hashlib.sha256(landed).hexdigest()
 
 
-def test_large_puts_are_zero_copy(transport: UcxTransport) -> None:
+def test_large_puts_are_zero_copy(transport: UcxEngine) -> None:
     with Server() as peer:
         endpoint = connect(transport, peer)
         data = noise(16 * MIB, 1)
@@ -83,7 +81,7 @@ def test_large_puts_are_zero_copy(transport: UcxTransport) -> None:
         assert "tcp" in transport.put_protocol()
 
 
-def test_a_killed_peer_ends_its_batches(transport: UcxTransport) -> None:
+def test_a_killed_peer_ends_its_batches(transport: UcxEngine) -> None:
     with Server() as peer:
         endpoint = connect(transport, peer)
         data = noise(16 * MIB, 1)
@@ -103,7 +101,7 @@ def test_a_killed_peer_ends_its_batches(transport: UcxTransport) -> None:
         wait_until(lambda: transport.counts()["endpoints"] == 0)
 
 
-def test_a_stopped_peer_costs_its_deadline_and_no_other(transport: UcxTransport) -> None:
+def test_a_stopped_peer_costs_its_deadline_and_no_other(transport: UcxEngine) -> None:
     with Server() as stopped, Server() as lively:
         endpoint, other = connect(transport, stopped), connect(transport, lively)
         data = noise(32 * MIB, 1)
@@ -130,7 +128,7 @@ def test_a_stopped_peer_costs_its_deadline_and_no_other(transport: UcxTransport)
 def test_a_silent_peer_is_lost_by_the_heartbeat() -> None:
     with (
         Server(heartbeat_s=0.1) as peer,
-        UcxTransport(heartbeat_interval_s=0.1, heartbeat_timeout_s=0.5) as transport,
+        UcxEngine(heartbeat_interval_s=0.1, heartbeat_timeout_s=0.5) as transport,
     ):
         endpoint = connect(transport, peer)
         lost = threading.Event()
@@ -143,7 +141,7 @@ def test_a_silent_peer_is_lost_by_the_heartbeat() -> None:
 def test_silence_is_no_sign_without_a_heartbeat() -> None:
     with (
         Server(heartbeat_s=0) as peer,
-        UcxTransport(heartbeat_interval_s=0.1, heartbeat_timeout_s=0.3) as transport,
+        UcxEngine(heartbeat_interval_s=0.1, heartbeat_timeout_s=0.3) as transport,
     ):
         endpoint = connect(transport, peer)
         lost = threading.Event()
@@ -154,8 +152,8 @@ def test_silence_is_no_sign_without_a_heartbeat() -> None:
 def test_nothing_lands_after_the_receiver_closed() -> None:
     """What a stopped sender left in the kernel's buffers is dropped, not written."""
     inbox = Span.of(np.frombuffer(mmap.mmap(-1, 32 * MIB), dtype=np.uint8))
-    accepted: queue.Queue[UcxEndpoint] = queue.Queue()
-    with UcxTransport(inbox=inbox, endpoint_max=2, heartbeat_interval_s=0) as receiver:
+    accepted: queue.Queue[UcxConnection] = queue.Queue()
+    with UcxEngine(inbox=inbox, endpoint_max=2, heartbeat_interval_s=0) as receiver:
         port = receiver.listen(accepted.put)
         for _ in range(4):
             with Peer("send", port, 16 * MIB) as sender:
@@ -168,7 +166,7 @@ def test_nothing_lands_after_the_receiver_closed() -> None:
                 lost = threading.Event()
                 closed: list[bytes] = []
 
-                def on_lost(endpoint: UcxEndpoint) -> None:
+                def on_lost(endpoint: UcxConnection) -> None:
                     closed.append(hashlib.sha256(part).digest())  # noqa: B023  # within the round
                     lost.set()  # noqa: B023
 
@@ -180,7 +178,7 @@ def test_nothing_lands_after_the_receiver_closed() -> None:
                 assert hashlib.sha256(part).digest() == closed[0]
 
 
-def test_nobody_listens(transport: UcxTransport) -> None:
+def test_nobody_listens(transport: UcxEngine) -> None:
     with Server() as peer:
         port = peer.port
     start = time.monotonic()
@@ -189,14 +187,14 @@ def test_nobody_listens(transport: UcxTransport) -> None:
     assert time.monotonic() - start < 5
 
 
-def test_a_peer_that_does_not_greet_costs_the_timeout(transport: UcxTransport) -> None:
+def test_a_peer_that_does_not_greet_costs_the_timeout(transport: UcxEngine) -> None:
     with Server() as peer:
         peer.stop()
         with pytest.raises(TransferTimeoutError):
             transport.connect("127.0.0.1", peer.port, 0.3)
 
 
-def test_another_run_is_refused(transport: UcxTransport) -> None:
+def test_another_run_is_refused(transport: UcxEngine) -> None:
     with Server() as peer:
         with pytest.raises(StaleIncarnationError):
             transport.connect("127.0.0.1", peer.port, 10, Incarnation(bytes(15) + b"\1"))
@@ -204,7 +202,7 @@ def test_another_run_is_refused(transport: UcxTransport) -> None:
         peer.next("lost")
 
 
-def test_connections_and_kills_leak_nothing(transport: UcxTransport, count: Count) -> None:
+def test_connections_and_kills_leak_nothing(transport: UcxEngine, count: Count) -> None:
     """Connect and lose a peer many times; descriptors return to where they were.
 
     The process is the same each time, and only its connection is cut: by its own close, by ours,

@@ -23,8 +23,8 @@ import numpy as np
 from kvpool.block import Incarnation
 from kvpool.errors import KVPoolError
 from kvpool.memory import Span
-from kvpool.transfer.ucx import UcxTransport
-from kvpool.transfer.ucx_endpoint import UcxEndpoint
+from kvpool.transfer.ucx_connection import UcxConnection
+from kvpool.transfer.ucx_engine import UcxEngine
 from tests.tidy.mirror import ROOT
 
 
@@ -32,7 +32,7 @@ def say(**facts: object) -> None:
     print(json.dumps(facts), flush=True)
 
 
-def take(endpoint: UcxEndpoint, note: bytes) -> None:
+def take(endpoint: UcxConnection, note: bytes) -> None:
     """Say the hash of what was put before the note. The note names its extent."""
     assert endpoint.inbox is not None
     size = json.loads(note)["size"]
@@ -40,7 +40,7 @@ def take(endpoint: UcxEndpoint, note: bytes) -> None:
     say(event="arrived", note=note.decode(), digest=digest)
 
 
-def accept(endpoint: UcxEndpoint) -> None:
+def accept(endpoint: UcxConnection) -> None:
     endpoint.on_notification(lambda note: take(endpoint, note))
     endpoint.on_lost(lambda lost: say(event="lost", peer=lost.peer.hex()))
     say(event="connected", peer=endpoint.peer.hex())
@@ -48,7 +48,7 @@ def accept(endpoint: UcxEndpoint) -> None:
 
 def serve(inbox_bytes: int, heartbeat_s: float) -> None:
     inbox = Span.of(np.frombuffer(mmap.mmap(-1, inbox_bytes), dtype=np.uint8))
-    with UcxTransport(inbox=inbox, endpoint_max=4, heartbeat_interval_s=heartbeat_s) as transport:
+    with UcxEngine(inbox=inbox, endpoint_max=4, heartbeat_interval_s=heartbeat_s) as transport:
         port = transport.listen(accept)
         say(event="listens", port=port, incarnation=transport.incarnation.hex())
         sys.stdin.read()
@@ -57,7 +57,7 @@ def serve(inbox_bytes: int, heartbeat_s: float) -> None:
 def send(port: int, size: int) -> None:
     """Put other bytes each time, so that a late one would show."""
     data = np.zeros(size, dtype=np.uint8)
-    with UcxTransport(heartbeat_interval_s=0) as transport:
+    with UcxEngine(heartbeat_interval_s=0) as transport:
         endpoint = transport.connect("127.0.0.1", port, 20)
         say(event="connected", peer=endpoint.peer.hex())
         try:

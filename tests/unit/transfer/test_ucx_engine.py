@@ -1,4 +1,4 @@
-"""The UCX transport against another one in the same process."""
+"""The UCX engine against another one in the same process."""
 
 import mmap
 import os
@@ -20,8 +20,8 @@ from kvpool.errors import (
     UsageError,
 )
 from kvpool.memory import Span
-from kvpool.transfer.ucx import UcxTransport
-from kvpool.transfer.ucx_endpoint import UcxEndpoint
+from kvpool.transfer.ucx_connection import UcxConnection
+from kvpool.transfer.ucx_engine import UcxEngine
 from kvpool.transfer.ucx_library import find_library
 
 pytestmark = pytest.mark.ucx
@@ -34,10 +34,10 @@ WAIT_S = 20.0
 class Pair:
     """A client's endpoint, and what its server saw."""
 
-    client: UcxTransport
-    server: UcxTransport
-    endpoint: UcxEndpoint
-    accepted: UcxEndpoint
+    client: UcxEngine
+    server: UcxEngine
+    endpoint: UcxConnection
+    accepted: UcxConnection
     notes: list[bytes] = field(default_factory=list)
     arrived: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
 
@@ -56,16 +56,16 @@ def pages(size: int) -> Span:
 
 @pytest.fixture
 def pair() -> Iterator[Pair]:
-    accepted: list[UcxEndpoint] = []
+    accepted: list[UcxConnection] = []
     came = threading.Event()
 
-    def accept(endpoint: UcxEndpoint) -> None:
+    def accept(endpoint: UcxConnection) -> None:
         accepted.append(endpoint)
         came.set()
 
     with (
-        UcxTransport(inbox=pages(2 * PART), endpoint_max=2) as server,
-        UcxTransport(endpoint_max=2, batch_max=4) as client,
+        UcxEngine(inbox=pages(2 * PART), endpoint_max=2) as server,
+        UcxEngine(endpoint_max=2, batch_max=4) as client,
     ):
         port = server.listen(accept)
         endpoint = client.connect("127.0.0.1", port, WAIT_S, server.incarnation)
@@ -185,10 +185,10 @@ def test_a_wrong_span_is_refused_before_anything_moves(pair: Pair, batch: object
 
 
 def test_nothing_to_do_and_large_notes_are_refused(pair: Pair) -> None:
-    for note in (b"", bytes(1025)):
+    for note in (b"", bytes(1089)):
         with pytest.raises(UsageError):
             pair.endpoint.put([], WAIT_S, note)
-    assert pair.endpoint.put([], WAIT_S, bytes(1024)).wait(WAIT_S) == 0
+    assert pair.endpoint.put([], WAIT_S, bytes(1088)).wait(WAIT_S) == 0
 
 
 def test_a_passed_deadline_closes_the_connection(pair: Pair) -> None:
@@ -200,10 +200,10 @@ def test_a_passed_deadline_closes_the_connection(pair: Pair) -> None:
 
 
 def test_close_tells_both_sides(pair: Pair) -> None:
-    lost: list[UcxEndpoint] = []
+    lost: list[UcxConnection] = []
     both = threading.Semaphore(0)
 
-    def note_lost(endpoint: UcxEndpoint) -> None:
+    def note_lost(endpoint: UcxConnection) -> None:
         lost.append(endpoint)
         both.release()
 
@@ -244,7 +244,7 @@ def test_closing_a_transport_ends_what_is_in_flight(pair: Pair) -> None:
 
 
 def test_connections_are_limited_on_both_sides(pair: Pair) -> None:
-    with UcxTransport(endpoint_max=2) as client:
+    with UcxEngine(endpoint_max=2) as client:
         client.connect("127.0.0.1", pair.server.port, WAIT_S)
         with pytest.raises(PeerUnreachableError):  # the server has two slots, both in use
             client.connect("127.0.0.1", pair.server.port, WAIT_S)
@@ -288,7 +288,7 @@ def test_a_forked_child_is_refused(pair: Pair) -> None:
 
 
 def test_idle_transports_sleep() -> None:
-    with UcxTransport(heartbeat_interval_s=0) as transport:
+    with UcxEngine(heartbeat_interval_s=0) as transport:
         transport.listen(lambda endpoint: None)
         before = transport.counts()["wakeups"]
         assert not threading.Event().wait(0.2)
@@ -305,7 +305,7 @@ def test_listening_twice_and_taken_ports_are_refused(pair: Pair) -> None:
 @pytest.mark.parametrize("host", ["0.0.0.0", "203.0.113.1", "::"])
 def test_only_loopback_unless_trusted(host: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        UcxTransport(host=host)
+        UcxEngine(host=host)
     assert caught.value.key == "transfer.trusted_network"
 
 
@@ -325,7 +325,7 @@ def test_only_loopback_unless_trusted(host: str) -> None:
 )
 def test_wrong_settings_are_refused(settings: dict[str, object]) -> None:
     with pytest.raises(UsageError):
-        UcxTransport(**settings)  # type: ignore[arg-type]
+        UcxEngine(**settings)  # type: ignore[arg-type]
 
 
 def test_addresses_of_another_family_are_refused(pair: Pair) -> None:
@@ -335,9 +335,9 @@ def test_addresses_of_another_family_are_refused(pair: Pair) -> None:
 
 
 def test_ipv6_loopback() -> None:
-    with UcxTransport(host="::1", inbox=pages(PART), endpoint_max=1) as server:
+    with UcxEngine(host="::1", inbox=pages(PART), endpoint_max=1) as server:
         port = server.listen(lambda endpoint: None)
-        with UcxTransport(host="::1") as client:
+        with UcxEngine(host="::1") as client:
             endpoint = client.connect("::1", port, WAIT_S)
             assert endpoint.put([(span_of(4096), 0)], WAIT_S).wait(WAIT_S) == 4096
 
@@ -364,8 +364,8 @@ def test_the_library_is_found_without_loading_it() -> None:
 def test_a_library_that_is_mapped_already_is_used() -> None:
     said = run(
         "import libucx; kept = libucx.load_library()\n"
-        "from kvpool.transfer.ucx import UcxTransport\n"
-        "with UcxTransport() as t: print(t.library)\n"
+        "from kvpool.transfer.ucx_engine import UcxEngine\n"
+        "with UcxEngine() as t: print(t.library)\n"
         "print(len({l.split()[-1] for l in open('/proc/self/maps') if 'libucp' in l}))"
     )
     path, copies = said.splitlines()
@@ -376,8 +376,8 @@ def test_a_library_that_is_mapped_already_is_used() -> None:
 def test_a_missing_library_is_a_setting_to_fix() -> None:
     said = run(
         "from kvpool.errors import ConfigError\n"
-        "from kvpool.transfer.ucx import UcxTransport\n"
-        "try: UcxTransport(library='/nowhere/libucp.so')\n"
+        "from kvpool.transfer.ucx_engine import UcxEngine\n"
+        "try: UcxEngine(library='/nowhere/libucp.so')\n"
         "except ConfigError as error: print(error)"
     )
     assert "/nowhere/libucp.so" in said
@@ -386,8 +386,8 @@ def test_a_missing_library_is_a_setting_to_fix() -> None:
 def test_nothing_is_written_to_stdout() -> None:
     """UCX logs there; one that is asked to warn does so through us."""
     said = run(
-        "from kvpool.transfer.ucx import UcxTransport\n"
-        "t = UcxTransport(); t.listen(lambda e: None); u = UcxTransport()\n"
+        "from kvpool.transfer.ucx_engine import UcxEngine\n"
+        "t = UcxEngine(); t.listen(lambda e: None); u = UcxEngine()\n"
         "try: u.listen(lambda e: None, t.port)\n"
         "except Exception: pass\n"
         "u.close(); t.close()"

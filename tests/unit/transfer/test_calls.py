@@ -1,0 +1,45 @@
+"""Calls and timers of a thread that waits for something else."""
+
+from functools import partial
+
+from kvpool.transfer.calls import Calls
+
+
+def test_posted_calls_come_in_order_and_wake() -> None:
+    wakes: list[int] = []
+    calls = Calls(lambda: wakes.append(1))
+    ran: list[int] = []
+    assert calls.sleep_s() > 1
+    for number in range(3):
+        assert calls.post(partial(ran.append, number))
+    assert len(wakes) == 3
+    assert calls.sleep_s() == 0
+    for call in calls.due():
+        call()
+    assert ran == [0, 1, 2]
+    assert calls.due() == []
+
+
+def test_timers_come_by_their_time_and_only_the_earliest_wakes() -> None:
+    wakes: list[int] = []
+    calls = Calls(lambda: wakes.append(1))
+    ran: list[str] = []
+    calls.call_later(0.0, lambda: ran.append("now"))
+    calls.call_later(1000.0, lambda: ran.append("later"))
+    calls.call_later(-1.0, lambda: ran.append("past"))
+    assert len(wakes) == 2
+    for call in calls.due():
+        call()
+    assert ran == ["past", "now"]
+    assert 10 < calls.sleep_s() <= 60
+
+
+def test_nothing_is_run_after_the_stop() -> None:
+    calls = Calls(lambda: None)
+    calls.post(lambda: None)
+    calls.call_later(0.0, lambda: None)
+    calls.stop()
+    assert not calls.post(lambda: None)
+    calls.call_later(0.0, lambda: None)
+    assert calls.due() == []
+    assert calls.sleep_s() > 1

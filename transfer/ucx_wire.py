@@ -1,0 +1,131 @@
+"""What two UCX endpoints tell each other, as notes: notifications, regions, and reads.
+
+Owns the messages and their limits. A read is asked for, and answered after its bytes have been put
+into the asker's inbox and flushed. Every field of a peer is validated here or where it is used. Who
+calls it: the UCX endpoint, and the two sides of a read.
+"""
+
+from typing import Annotated, Final
+
+import msgspec
+
+from kvpool.errors import CorruptionError, FormatVersionError
+from kvpool.transfer.endpoint import REGIONS_MAX
+from kvpool.transfer.ucx_connection import NOTE_BYTES_MAX
+
+PROTOCOL_VERSION: Final = 1
+# Slots of one ask: their numbers (5 bytes) and generations (9) take 896 bytes of a note of 1,088.
+ASK_SLOTS_MAX: Final = 64
+# Asks that may be unanswered on one connection: a peer that asks for more is cut off.
+ASKS_MAX: Final = 8
+
+# The first byte of a note.
+_NOTIFICATION: Final = b"\0"
+_MESSAGE: Final = b"\1"
+
+_Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+_Size = Annotated[int, msgspec.Meta(ge=1, le=2**48)]
+_Offset = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
+_Region = Annotated[int, msgspec.Meta(ge=0, lt=REGIONS_MAX)]
+_Small = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+_Slots = Annotated[
+    list[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]],
+    msgspec.Meta(min_length=1, max_length=ASK_SLOTS_MAX),
+]
+_Generations = Annotated[
+    list[Annotated[int, msgspec.Meta(ge=0)]],  # msgpack ends at 2**64 - 1
+    msgspec.Meta(min_length=1, max_length=ASK_SLOTS_MAX),
+]
+
+
+class Offer(msgspec.Struct, frozen=True, array_like=True, tag="region"):
+    """Owner: one more region that may be read."""
+
+    region: _Region
+    slot_count: _Size
+    slot_bytes: _Size
+    crc_count: _Small
+
+
+class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
+    """Either side, once: every region that there was at the start has been told of."""
+
+    version: _Small
+
+
+class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
+    """Reader: put ``size`` bytes at ``offset`` of each slot into my inbox, from ``at`` on.
+
+    Behind them go ``crc_count`` checksums of each slot, from number ``first_crc`` on; 0 means one
+    checksum of just the bytes.
+    """
+
+    number: _Number
+    region: _Region
+    at: _Offset
+    offset: _Offset
+    size: _Size
+    first_crc: _Small
+    crc_count: _Small
+    slots: _Slots
+    generations: _Generations
+
+
+class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
+    """Owner: the bytes of so many leading slots are there; the next slot is in another life."""
+
+    number: _Number
+    good: _Small
+
+
+class Taken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
+    """Either side: so many notifications have been handed on since the start."""
+
+    count: _Number
+
+
+class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
+    """Either side: the connection is closed; nothing follows."""
+
+
+Message = Offer | Welcome | Ask | Answer | Taken | Bye
+
+_decoder: Final = msgspec.msgpack.Decoder(Message)
+_encoder: Final = msgspec.msgpack.Encoder()
+
+
+def frame(payload: bytes) -> bytes:
+    """Return the note that carries a notification."""
+    return _NOTIFICATION + payload
+
+
+def encode(message: Message) -> bytes:
+    """Return the note that carries a message."""
+    note = _MESSAGE + _encoder.encode(message)
+    assert len(note) <= NOTE_BYTES_MAX
+    return note
+
+
+def decode(note: bytes) -> "bytes | Message":
+    """Return a notification's payload, or a message.
+
+    Raises:
+        CorruptionError: It is neither, or a field is out of its range.
+        FormatVersionError: A welcome of another version.
+    """
+    if note[:1] == _NOTIFICATION and len(note) > 1:
+        return note[1:]
+    if note[:1] != _MESSAGE:
+        raise CorruptionError("the peer sent a note that is neither notification nor message")
+    try:
+        message: Message = _decoder.decode(note[1:])
+    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+        raise CorruptionError(f"the peer sent no valid message: {error}") from error
+    if isinstance(message, Welcome) and message.version != PROTOCOL_VERSION:
+        raise FormatVersionError(
+            f"the peer speaks version {message.version} of the UCX protocol, this process"
+            f" {PROTOCOL_VERSION}: run the same kvpool on both sides"
+        )
+    if isinstance(message, Ask) and len(message.slots) != len(message.generations):
+        raise CorruptionError("an ask has as many generations as slots")
+    return message
