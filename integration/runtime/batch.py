@@ -14,7 +14,7 @@ from typing import Final, TypeVar
 
 from kvpool.errors import InternalError, KVPoolError
 from kvpool.integration.runtime.blocks import Blocks
-from kvpool.integration.runtime.handoff import FinishReason, RunRequest
+from kvpool.integration.runtime.handoff import FinishReason, RunRequest, TopLogprobs
 from kvpool.integration.runtime.runner import ModelRunner, Row
 from kvpool.integration.runtime.sampling import sample
 
@@ -69,6 +69,7 @@ class Step:
     logprob: float
     finish_reason: FinishReason | None
     error: KVPoolError | None = None
+    top: TopLogprobs = ()
 
 
 class Batch:
@@ -157,17 +158,18 @@ class Batch:
                 logits,
                 [one.request.sampling for one in members],
                 [one.drawn for one in members],
+                [one.tokens[len(one.request.tokens) :] for one in members],
             )
         except Exception as error:
             logger.exception("a decode step failed")
             typed = error if isinstance(error, KVPoolError) else InternalError(str(error))
             return [Step(one, 0, 0.0, None, typed) for one in members]
         steps = []
-        for one, (token, logprob) in zip(members, picks, strict=True):
+        for one, pick in zip(members, picks, strict=True):
             one.computed = len(one.tokens)
-            one.tokens.append(token)
+            one.tokens.append(pick.token)
             one.drawn += 1
-            steps.append(Step(one, token, logprob, one.verdict()))
+            steps.append(Step(one, pick.token, pick.logprob, one.verdict(), top=pick.top))
         return steps
 
     def _tell(self, callback: Callable[[list[T]], None], items: list[T]) -> None:

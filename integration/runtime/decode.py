@@ -128,7 +128,7 @@ class DecodeWorker:
             raise UsageError(f"{total} tokens pass the model's context of {spec.context_tokens}")
         if request.request in self._requests:
             raise UsageError(f"request {request.request} is here already: use a fresh id")
-        check_sampling(request.sampling)
+        check_sampling(request.sampling, spec.vocabulary)
 
     async def _decode(self, mine: _Request, deadline: Deadline) -> AsyncIterator[RunEvent]:
         """Wait for the stream, join the batch, and yield events to the last one."""
@@ -145,7 +145,7 @@ class DecodeWorker:
                 raise step.error
             reason = step.finish_reason
             if reason != "stop":
-                yield RunEvent(token=step.token, logprob=step.logprob)
+                yield RunEvent(token=step.token, logprob=step.logprob, top=step.top)
         await self._stored(mine)
         yield RunEvent(finish_reason=reason)
 

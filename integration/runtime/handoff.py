@@ -23,17 +23,34 @@ from kvpool.client.rpc import Method
 FinishReason = Literal["stop", "length"]
 
 
+# Token ids with the natural log of their probability, largest first.
+TopLogprobs = tuple[tuple[int, float], ...]
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """How the next token is chosen. ``temperature`` 0 is greedy.
 
-    ``seed`` None means a random one. The state of a request's sampler is (seed, tokens drawn so
-    far): draw k of a request depends on nothing else, so it survives a handoff.
+    The state of a request's sampler is (seed, tokens drawn so far) and the output so far: draw k of
+    a request depends on nothing else, so it survives a handoff.
+
+    Attributes:
+        temperature: 0 takes the likeliest token.
+        top_p, top_k: What is drawn from; 1.0 and 0 leave all of the vocabulary.
+        seed: Of the draws.
+        presence_penalty: Taken off the logit of every token that the output holds already.
+        frequency_penalty: The same, once for each time that the output holds it.
+        logit_bias: Pairs of a token id and what is added to its logit.
+        top_logprobs: How many of the likeliest tokens are reported with each token.
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    top_logprobs: int = 0
 
 
 class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +81,7 @@ class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
         address: On the ready event: where the decode worker's transport listens.
         incarnation: On the ready event: of the decode worker.
         token, logprob: The token and the natural log of its probability, on token events.
+        top: The likeliest tokens, on token events, if ``Sampling.top_logprobs`` asks for them.
         finish_reason: On the last event.
     """
 
@@ -72,6 +90,7 @@ class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
     incarnation: bytes = b""
     token: int | None = None
     logprob: float | None = None
+    top: TopLogprobs = ()
     finish_reason: FinishReason | None = None
 
 
@@ -93,11 +112,13 @@ class Prefilled(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         token, logprob: The first output token and the natural log of its probability.
         cached_tokens: Prompt tokens whose KV was loaded from the pool rather than computed.
+        top: The likeliest tokens, if ``Sampling.top_logprobs`` asks for them.
     """
 
     token: int
     logprob: float
     cached_tokens: int
+    top: TopLogprobs = ()
 
 
 class StreamEnd(msgspec.Struct, frozen=True, kw_only=True):

@@ -37,7 +37,7 @@ from kvpool.integration.runtime.handoff import (
     WorkerStatus,
 )
 from kvpool.integration.runtime.runner import Chunk, Row
-from kvpool.integration.runtime.sampling import check_sampling, sample
+from kvpool.integration.runtime.sampling import Pick, check_sampling, sample
 from kvpool.integration.runtime.worker import Parts, Tasks, run
 from kvpool.transfer.base import Endpoint
 from kvpool.transfer.layerwise import LayerSender, Outbox
@@ -154,7 +154,7 @@ class PrefillWorker:
             )
         if request.request in self._prompts:
             raise UsageError(f"request {request.request} is here already: use a fresh id")
-        check_sampling(request.sampling)
+        check_sampling(request.sampling, spec.vocabulary)
 
     def _cancel(self, prompt: _Prompt) -> None:
         prompt.cancelled.set()
@@ -168,7 +168,7 @@ class PrefillWorker:
         try:
             await parts.loop.run_in_executor(parts.threads, self._begin, prompt)
             picked = await parts.loop.run_in_executor(self._engine, self._compute, prompt)
-            await parts.loop.run_in_executor(parts.threads, self._finish, prompt, *picked)
+            await parts.loop.run_in_executor(parts.threads, self._finish, prompt, picked)
         except BaseException as error:
             if prompt.sender is not None:
                 prompt.sender.abort(str(error) or type(error).__name__)
@@ -177,7 +177,12 @@ class PrefillWorker:
             del self._prompts[request.request]
             prompt.blocks.drop()
         cached_tokens = prompt.cached_blocks * self._layout.block_tokens
-        return Prefilled(token=picked[0], logprob=picked[1], cached_tokens=cached_tokens)
+        return Prefilled(
+            token=picked.token,
+            logprob=picked.logprob,
+            cached_tokens=cached_tokens,
+            top=picked.top,
+        )
 
     # ---- in threads -------------------------------------------------------------------------
 
@@ -243,7 +248,7 @@ class PrefillWorker:
             logger.debug("nothing loaded: %s", error)
             return 0
 
-    def _compute(self, prompt: _Prompt) -> tuple[int, float]:
+    def _compute(self, prompt: _Prompt) -> Pick:
         """Compute what is not loaded, chunk by chunk, and choose the first token."""
         parts, tokens = self._parts, prompt.request.tokens
         size, chunk_tokens = self._layout.block_tokens, parts.config.runtime.chunk_tokens
@@ -262,14 +267,14 @@ class PrefillWorker:
                 parts.store(prompt.chain, prompt.blocks, stored, end // size)
                 stored = end // size
             begin, number = end, number + 1
-        return sample(logits, [prompt.request.sampling], [0])[0]
+        return sample(logits, [prompt.request.sampling], [0], [()])[0]
 
-    def _finish(self, prompt: _Prompt, token: int, logprob: float) -> None:
+    def _finish(self, prompt: _Prompt, picked: Pick) -> None:
         """End the stream: return when the decode worker has all of it."""
         tokens = len(prompt.request.tokens)
         end = StreamEnd(
-            token=token,
-            logprob=logprob,
+            token=picked.token,
+            logprob=picked.logprob,
             drawn=1,
             position=tokens,
             tail_tokens=tokens % self._layout.block_tokens,

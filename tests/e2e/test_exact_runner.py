@@ -143,13 +143,14 @@ class InProcess:
             self.choose(waiting, logits)
 
     def choose(self, rows: Sequence[Running], logits: torch.Tensor) -> None:
-        picks = sample(logits, [GREEDY] * len(rows), [len(one.logits) for one in rows])
-        for one, (token, _), row in zip(rows, picks, logits, strict=True):
+        drawn = [len(one.logits) for one in rows]
+        picks = sample(logits, [GREEDY] * len(rows), drawn, [()] * len(rows))
+        for one, pick, row in zip(rows, picks, logits, strict=True):
             one.logits.append(row)
-            if token in self.spec.eos_tokens:
+            if pick.token in self.spec.eos_tokens:
                 one.ended = True
             else:
-                one.sequence.append(token)
+                one.sequence.append(pick.token)
 
     def finish(self, one: Running) -> Answer:
         """Store the full blocks that decode produced, and give the slots back."""

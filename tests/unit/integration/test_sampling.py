@@ -11,6 +11,7 @@ from kvpool.integration.runtime.handoff import Sampling
 from kvpool.integration.runtime.sampling import sample, uniform
 
 GREEDY = Sampling()
+NONE: list[tuple[int, ...]] = [()]
 
 
 def logits(*probabilities: float) -> torch.Tensor:
@@ -19,12 +20,14 @@ def logits(*probabilities: float) -> torch.Tensor:
 
 def draws(sampling: Sampling, row: torch.Tensor, count: int = 400) -> Counter[int]:
     rows = row.expand(count, -1)
-    return Counter(token for token, _ in sample(rows, [sampling] * count, range(count)))
+    return Counter(
+        pick.token for pick in sample(rows, [sampling] * count, range(count), NONE * count)
+    )
 
 
 def test_greedy_takes_the_largest_and_its_logprob() -> None:
-    [(token, logprob)] = sample(logits(0.2, 0.5, 0.3), [GREEDY], [7])
-    assert token == 1
+    [(token, logprob, top)] = sample(logits(0.2, 0.5, 0.3), [GREEDY], [7], NONE)
+    assert (token, top) == (1, ())
     assert logprob == pytest.approx(math.log(0.5), abs=1e-6)
 
 
@@ -32,7 +35,7 @@ def test_a_drawn_token_has_the_logprob_of_the_unmodified_distribution() -> None:
     hot = Sampling(temperature=5.0, top_k=2, seed=1)
     row = torch.tensor([[0.1, 0.6, 0.3]]).log() + 2.0  # a shift changes nothing
     for draw in range(20):
-        [(token, logprob)] = sample(row, [hot], [draw])
+        [(token, logprob, _)] = sample(row, [hot], [draw], NONE)
         assert logprob == pytest.approx(math.log([0.1, 0.6, 0.3][token]), abs=1e-6)
 
 
@@ -40,14 +43,14 @@ def test_a_draw_depends_on_seed_and_number_alone() -> None:
     sampling = Sampling(temperature=1.0, seed=42)
     torch.manual_seed(9)
     row = torch.randn(1, 50)
-    alone = [sample(row, [sampling], [draw])[0] for draw in range(16)]
+    alone = [sample(row, [sampling], [draw], NONE)[0] for draw in range(16)]
     crowd = torch.cat([torch.randn(1, 50), row, torch.randn(1, 50)])
     others = Sampling(temperature=0.7, seed=3)
     for draw in reversed(range(16)):
-        assert sample(crowd, [others, sampling, GREEDY], [1, draw, 0])[1] == alone[draw]
-    assert len({token for token, _ in alone}) > 4
+        assert sample(crowd, [others, sampling, GREEDY], [1, draw, 0], NONE * 3)[1] == alone[draw]
+    assert len({pick.token for pick in alone}) > 4
     reseeded = Sampling(temperature=1.0, seed=43)
-    assert [sample(row, [reseeded], [draw])[0] for draw in range(16)] != alone
+    assert [sample(row, [reseeded], [draw], NONE)[0] for draw in range(16)] != alone
 
 
 def test_uniform_numbers_are_pinned() -> None:
@@ -83,6 +86,40 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p() -> None:
     assert set(draws(both, row)) == {1, 2, 3}
 
 
+def test_the_likeliest_tokens_come_in_order_with_their_logprobs() -> None:
+    hot = Sampling(temperature=1.0, top_k=1, top_logprobs=2, logit_bias=((0, 50.0),))
+    plain = Sampling(top_logprobs=9)
+    first, second = sample(logits(0.2, 0.5, 0.3).expand(2, -1), [hot, plain], [0, 0], NONE * 2)
+    assert first.token == 0, "the bias decides what is drawn"
+    assert [token for token, _ in first.top] == [1, 2], "and nothing of what is reported"
+    assert first.logprob == pytest.approx(math.log(0.2), abs=1e-6)
+    assert [token for token, _ in second.top] == [1, 2, 0]
+    assert [math.exp(logprob) for _, logprob in second.top] == pytest.approx([0.5, 0.3, 0.2])
+
+
+def test_penalties_count_what_the_output_holds() -> None:
+    row = torch.tensor([[3.0, 2.9, 1.9, 0.0]])
+
+    def choose(output: list[int], presence: float = 0.0, frequency: float = 0.0) -> int:
+        sampling = Sampling(presence_penalty=presence, frequency_penalty=frequency)
+        return sample(row, [sampling], [len(output)], [output])[0].token
+
+    assert choose([], presence=2.0) == 0
+    assert choose([0], presence=0.2) == 1
+    assert choose([0] * 9, presence=0.05) == 0, "once, however often"
+    assert choose([0] * 9 + [1] * 9, frequency=0.2) == 2, "each time"
+    assert choose([3] * 40, frequency=-0.1) == 3, "a negative one invites"
+    assert choose([0, 1], presence=1.5) == 2
+    drawn = draws_after([0, 0], Sampling(temperature=1.0, presence_penalty=100.0), row)
+    assert 0 not in drawn
+    assert len(drawn) > 1
+
+
+def draws_after(output: list[int], sampling: Sampling, row: torch.Tensor) -> set[int]:
+    rows = row.expand(100, -1)
+    return {pick.token for pick in sample(rows, [sampling] * 100, range(100), [output] * 100)}
+
+
 @pytest.mark.parametrize(
     "sampling",
     [
@@ -92,13 +129,22 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p() -> None:
         Sampling(top_p=0.0),
         Sampling(top_p=1.5),
         Sampling(top_k=-1),
+        Sampling(presence_penalty=math.nan),
+        Sampling(frequency_penalty=math.inf),
+        Sampling(top_logprobs=-1),
+        Sampling(top_logprobs=21),
+        Sampling(logit_bias=((2, 1.0),)),
+        Sampling(logit_bias=((-1, 1.0),)),
+        Sampling(logit_bias=((0, math.inf),)),
     ],
 )
 def test_what_cannot_be_sampled_is_refused(sampling: Sampling) -> None:
     with pytest.raises(UsageError):
-        sample(logits(0.5, 0.5), [sampling], [0])
+        sample(logits(0.5, 0.5), [sampling], [0], NONE)
 
 
 def test_counts_must_agree() -> None:
     with pytest.raises(UsageError):
-        sample(logits(0.5, 0.5), [GREEDY, GREEDY], [0, 0])
+        sample(logits(0.5, 0.5), [GREEDY, GREEDY], [0, 0], NONE * 2)
+    with pytest.raises(UsageError):
+        sample(logits(0.5, 0.5), [GREEDY], [0], NONE * 2)
