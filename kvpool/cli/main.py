@@ -1,4 +1,4 @@
-"""The command ``kvpool``: benchmarks, a look into a running server, the version.
+"""The command ``kvpool``: benchmarks, the doctor, a look into a running server, the version.
 
 Owns arguments and output; what a subcommand does lives elsewhere. Who calls it: people.
 """
@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from kvpool.cli import bench
+from kvpool.cli import bench, doctor
 from kvpool.client import protocol
 from kvpool.client.rpc import Caller
 from kvpool.errors import KVPoolError, PeerUnreachableError, UnavailableError
@@ -29,6 +29,15 @@ def _parser() -> argparse.ArgumentParser:
     made.add_argument("--only", default="*", metavar="GLOB", help="rows to measure, by name")
     made.add_argument("--quick", action="store_true", help="for a look, never for a bar")
     made.set_defaults(run=_bench)
+    made = commands.add_parser(
+        "doctor",
+        help="say what this host offers and lacks, and what to do",
+        description=doctor.DESCRIPTION,
+        epilog=doctor.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    doctor.add_arguments(made)
+    made.set_defaults(run=doctor.run)
     made = commands.add_parser("stats", help="show what a running server holds")
     made.add_argument("--run-dir", type=Path, required=True, help="the server's folder")
     made.add_argument("--json", action="store_true", help="as one JSON object")
@@ -42,13 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand; return the exit status."""
     arguments = _parser().parse_args(argv)
     try:
-        arguments.run(arguments)
+        status: int | None = arguments.run(arguments)
     except KVPoolError as error:
         print(f"kvpool: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         return 1
-    return 0
+    return status or 0
 
 
 def _bench(arguments: argparse.Namespace) -> None:
