@@ -34,6 +34,7 @@ from kvpool.integration.conductor.dispatch import Dispatcher, WorkerLink
 from kvpool.integration.conductor.model import ModelText
 from kvpool.integration.process import leave
 from kvpool.integration.supervisor import Supervisor
+from kvpool.transfer.choice import TRANSPORT_KINDS, TransportKind
 
 logger = logging.getLogger(__name__)
 
@@ -71,6 +72,7 @@ class ServeOptions:
         trace_dir: Where workers write their events; None writes none.
         outbox_bytes: Staging of layer slices in the prefill worker.
         threads: Threads that compute, in each worker.
+        transport: How KV blocks travel between the processes.
     """
 
     runtime: RuntimeConfig
@@ -79,6 +81,7 @@ class ServeOptions:
     trace_dir: Path | None
     outbox_bytes: int
     threads: int
+    transport: TransportKind
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -110,6 +113,14 @@ def make_parser() -> argparse.ArgumentParser:
     option("--outbox-bytes", "64MiB", "staging of layers on their way to the decode worker")
     option("--request-timeout-s", defaults.request_timeout_s, "longest life of a request", float)
     option("--cache-dir", Path.home() / ".cache" / "kvpool", "where the demo model is kept", Path)
+    parser.add_argument(
+        "--transport",
+        choices=TRANSPORT_KINDS,
+        default="host",
+        help="how KV blocks travel between the processes: host is shared memory; ucx is TCP on"
+        " loopback, where any user of this machine who connects could write to the processes'"
+        " memory (default: %(default)s)",
+    )
     parser.add_argument("--run-dir", type=Path, help="folder of the sockets (default: a fresh one)")
     parser.add_argument("--trace-dir", type=Path, help="write the workers' events here")
     return parser
@@ -147,6 +158,7 @@ def parse_arguments(argv: Sequence[str] | None) -> ServeOptions:
         trace_dir=options.trace_dir,
         outbox_bytes=parse_size(options.outbox_bytes, key="--outbox-bytes"),
         threads=options.threads,
+        transport=options.transport,
     )
 
 
@@ -195,7 +207,9 @@ def child_commands(options: ServeOptions, model: Path, run_dir: Path) -> dict[st
     """Return the command of each child process, in the order of their start."""
     runtime = options.runtime
     python = (sys.executable, "-m")
-    pool = ("--run-dir", str(run_dir), "--dram", str(runtime.dram_bytes), "--die-with-parent")
+    transport = ("--transport", options.transport)
+    dram = ("--dram", str(runtime.dram_bytes))
+    pool = ("--run-dir", str(run_dir), *dram, *transport, "--die-with-parent")
     shared = (
         *("--model", str(model)),
         *("--run-dir", str(run_dir)),
@@ -207,6 +221,7 @@ def child_commands(options: ServeOptions, model: Path, run_dir: Path) -> dict[st
         *("--chunk-tokens", str(runtime.chunk_tokens)),
         *("--running-max", str(runtime.running_max)),
         *("--threads", str(options.threads)),
+        *transport,
     )
 
     def worker(role: str, name: str) -> tuple[str, ...]:

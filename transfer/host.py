@@ -114,6 +114,8 @@ class HostTransport(Transport):
         """Connect to the process that listens at a path. Blocks: not from a callback."""
         if self._loop.on_thread():
             raise UsageError("a callback cannot wait for a connection: use a thread")
+        if "://" in address:
+            raise UsageError(f"{address} is no path: both sides need the same --transport")
         with self._lock:
             self._require_open()
         deadline = Deadline(timeout_s)

@@ -49,7 +49,7 @@ def parse_address(address: str) -> tuple[str, int]:
     """
     host, colon, port = address.removeprefix(SCHEME).rpartition(":")
     if not address.startswith(SCHEME) or not colon or not port.isdecimal() or int(port) > 65535:
-        raise UsageError(f"{address} is no address of UCX: use ucx://HOST:PORT")
+        raise UsageError(f"{address} is not ucx://HOST:PORT: both sides need the same --transport")
     host = host.removeprefix("[").removesuffix("]")
     try:
         ipaddress.ip_address(host)

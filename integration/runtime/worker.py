@@ -31,7 +31,12 @@ from kvpool.integration.runtime.model import LoadedModel, load_model
 from kvpool.integration.runtime.runner import ModelRunner
 from kvpool.tiers.gpu import GpuTier
 from kvpool.transfer.base import Transport
-from kvpool.transfer.host import HostTransport
+from kvpool.transfer.choice import (
+    TRANSPORT_KINDS,
+    TransportKind,
+    listen_address,
+    open_transport,
+)
 from kvpool.transfer.layerwise import StreamHub
 
 logger = logging.getLogger(__name__)
@@ -58,6 +63,7 @@ class WorkerConfig:
         outbox_bytes: Staging of layer slices that a prefill worker holds out.
         threads: Threads that compute.
         trace: File that events are written to, or None.
+        transport: How bytes come and go; the same in all processes of one ``kvpool-serve``.
     """
 
     name: str
@@ -67,6 +73,7 @@ class WorkerConfig:
     outbox_bytes: int = OUTBOX_BYTES
     threads: int = 1
     trace: Path | None = None
+    transport: TransportKind = "host"
 
     @property
     def address(self) -> str:
@@ -75,8 +82,8 @@ class WorkerConfig:
 
     @property
     def transport_address(self) -> str:
-        """Where the worker's transport listens."""
-        return str(self.run_dir / f"{self.name}.transport.sock")
+        """Where the worker's transport is to listen."""
+        return listen_address(self.transport, self.run_dir / f"{self.name}.transport.sock")
 
 
 def parse_arguments(role: Role, argv: Sequence[str] | None) -> WorkerConfig:
@@ -98,6 +105,7 @@ def parse_arguments(role: Role, argv: Sequence[str] | None) -> WorkerConfig:
     parser.add_argument("--running-max", type=int, default=defaults.running_max)
     parser.add_argument("--threads", type=int, default=1, help="threads that compute")
     parser.add_argument("--trace", type=Path, help="write events to this file")
+    parser.add_argument("--transport", choices=TRANSPORT_KINDS, default="host")
     options = parser.parse_args(argv)
     if options.threads < 1:
         raise ConfigError(f"threads is {options.threads}: use 1 or more", key="threads")
@@ -117,6 +125,7 @@ def parse_arguments(role: Role, argv: Sequence[str] | None) -> WorkerConfig:
         outbox_bytes=parse_size(options.outbox_bytes, key="outbox-bytes"),
         threads=options.threads,
         trace=options.trace,
+        transport=options.transport,
     )
 
 
@@ -275,7 +284,7 @@ async def opened_parts(config: WorkerConfig, role: Role) -> AsyncIterator[Parts]
         load_model, config.model, dtype=config.runtime.dtype, device=config.runtime.device
     )
     with contextlib.ExitStack() as stack:
-        transport = stack.enter_context(HostTransport(f"kvpool-{config.name}"))
+        transport = stack.enter_context(open_transport(config.transport, f"kvpool-{config.name}"))
         layout = loaded.spec.layout(config.runtime.block_tokens)
         pool = stack.enter_context(
             await asyncio.to_thread(

@@ -68,7 +68,7 @@ def open_link(run_dir: Path, layout: BlockLayout, transport: Transport, timeout_
         )
         welcome = caller.call(protocol.CONFIGURE, configure, deadline.remaining_s())
         endpoint = transport.connect(
-            str(run_dir / protocol.TRANSPORT_SOCKET),
+            welcome.address or str(run_dir / protocol.TRANSPORT_SOCKET),
             deadline.remaining_s(),
             Incarnation(welcome.server),
         )

@@ -34,11 +34,16 @@ class ConfigureRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True):
-    """Server to client: its incarnation, and the region that its arena is registered under."""
+    """Server to client: its incarnation, and the region that its arena is registered under.
+
+    Attributes:
+        address: Where its transport listens; empty: at TRANSPORT_SOCKET in the run directory.
+    """
 
     version: int
     server: bytes
     region: int
+    address: str = ""
 
 
 class Hello(msgspec.Struct, frozen=True, kw_only=True):

@@ -65,8 +65,9 @@ def connect(
         run_dir: The folder given to ``kvpool-server --run-dir``.
         layout: Of the blocks. The first client's layout opens the server's arena.
         timeout_s: Longest wait for the server; opening its arena takes about a second per GiB.
-        transport: The host transport of this process, if it has one: it stays the caller's. None
-            makes one that is closed with the pool.
+        transport: The transport of this process, if it has one: it stays the caller's. Of the kind
+            that the server was started with. None makes a host transport that is closed with the
+            pool.
         config: Waits and sizes; None means the defaults.
 
     Raises:
@@ -100,7 +101,7 @@ class RemotePool(BlockPool):
 
     Args:
         run_dir, layout: Where the server is, and what it keeps.
-        transport: The host transport of this process.
+        transport: The transport of this process.
         config: Waits and sizes.
         timeout_s: Longest wait for the first connection.
         clock: Of leases and pauses.

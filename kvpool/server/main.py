@@ -28,7 +28,12 @@ from kvpool.events import Event, EventSink, LogSink, TraceSink
 from kvpool.metrics import Metrics
 from kvpool.server.run_dir import RunDir
 from kvpool.server.service import PoolService
-from kvpool.transfer.host import HostTransport
+from kvpool.transfer.choice import (
+    TRANSPORT_KINDS,
+    TransportKind,
+    listen_address,
+    open_transport,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +63,13 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--run-dir", type=Path, help="folder of its sockets, mode 0700 (default: a fresh one)"
     )
     parser.add_argument("--dram", default="1GiB", help="size of the arena (default: %(default)s)")
+    parser.add_argument(
+        "--transport",
+        choices=TRANSPORT_KINDS,
+        default="host",
+        help="how bytes come and go; ucx: TCP on loopback, where any user of this host who connects"
+        " could write to this process's memory (default: %(default)s)",
+    )
     parser.add_argument(
         "--metrics-port", type=int, default=0, help="loopback port for Prometheus; 0: none"
     )
@@ -90,14 +102,16 @@ def main(argv: Sequence[str] | None = None) -> int:
                 pool=PoolConfig(dram_bytes=parse_size(arguments.dram, key="--dram")),
                 metrics_port=arguments.metrics_port,
             )
-            asyncio.run(_serve(config, run_dir, arguments.trace))
+            asyncio.run(_serve(config, run_dir, arguments.trace, arguments.transport))
     except KVPoolError as error:
         print(f"kvpool-server: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-async def _serve(config: ServerConfig, run_dir: RunDir, trace: Path | None) -> None:
+async def _serve(
+    config: ServerConfig, run_dir: RunDir, trace: Path | None, kind: TransportKind
+) -> None:
     stopping = asyncio.Event()
 
     def stop() -> None:
@@ -114,7 +128,7 @@ async def _serve(config: ServerConfig, run_dir: RunDir, trace: Path | None) -> N
     if tracer is not None:
         sinks.append(tracer)
     executor = ThreadPoolExecutor(_THREADS, "kvpool-server")
-    transport = HostTransport("kvpool-server")
+    transport = open_transport(kind, "kvpool-server")
     control = Service()
     pool = PoolService(
         config, transport, executor, metrics=metrics, events=_Sinks(sinks), clock=SystemClock()
@@ -122,7 +136,8 @@ async def _serve(config: ServerConfig, run_dir: RunDir, trace: Path | None) -> N
     pool.serve(control)
     try:
         _expose(config, metrics)
-        transport.listen(str(config.run_dir / protocol.TRANSPORT_SOCKET), pool.sessions.on_connect)
+        address = listen_address(kind, config.run_dir / protocol.TRANSPORT_SOCKET)
+        pool.address = transport.listen(address, pool.sessions.on_connect)
         await control.start(f"unix:{config.run_dir / protocol.CONTROL_SOCKET}")
         print(f"kvpool-server ready in {config.run_dir}", flush=True)
         while not stopping.is_set():

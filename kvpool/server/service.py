@@ -53,6 +53,9 @@ class PoolService:
         transport: Listens for clients; the pool's arena is registered with it.
         executor: For what blocks: opening the arena, and checking a block that was reported.
         metrics, events, clock: Components.
+
+    Attributes:
+        address: Where the transport listens; empty: at its socket in the run directory.
     """
 
     def __init__(
@@ -75,6 +78,7 @@ class PoolService:
         self._layout: BlockLayout | None = None
         self._opening: asyncio.Task[Pool] | None = None
         self._region = -1
+        self.address = ""
         self._stores = 0
         self._counts = {"clients_lost": 0, "stores_aborted": 0}
         self._looked_up = {"hit": 0, "miss": 0}  # as told to the metrics
@@ -177,6 +181,7 @@ class PoolService:
             version=protocol.PROTOCOL_VERSION,
             server=self._transport.incarnation,
             region=self._region,
+            address=self.address,
         )
 
     async def _open(self, layout: BlockLayout) -> Pool:

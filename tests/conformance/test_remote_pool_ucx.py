@@ -1,0 +1,50 @@
+"""The client of a server passes the suite of pools, bytes over UCX, each test with a server of its own."""
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from kvpool.base import BlockPool
+from kvpool.block import BlockLayout
+from kvpool.client.protocol import TRANSPORT_SOCKET
+from kvpool.client.remote import connect
+from kvpool.config import TransferConfig
+from kvpool.errors import UsageError
+from kvpool.testing.blocks import SMALL_LAYOUT
+from kvpool.testing.pool_suite import PoolSuite
+from kvpool.transfer.ucx import UcxTransport
+from tests.server_process import WAIT_S, ServerProcess
+
+pytestmark = pytest.mark.ucx
+
+# The suite asks what a pool holds: a busy machine must not turn an answer into a miss.
+PATIENT = TransferConfig(match_timeout_s=WAIT_S, request_timeout_s=WAIT_S)
+
+
+class TestRemotePoolOverUcx(PoolSuite):
+    @pytest.fixture(autouse=True)
+    def _servers(self) -> Iterator[None]:
+        with ExitStack() as self.stack:
+            yield
+
+    def open_pool(self, layout: BlockLayout, slot_count: int) -> BlockPool:
+        slot_bytes = -(-layout.block_bytes // 4096) * 4096
+        run_dir = Path(self.stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpool-")))
+        dram_bytes = slot_count * slot_bytes
+        self.stack.enter_context(ServerProcess(run_dir, dram_bytes, "--transport", "ucx"))
+        assert not (run_dir / TRANSPORT_SOCKET).exists()
+        transport = self.stack.enter_context(UcxTransport())
+        return self.stack.enter_context(
+            connect(run_dir, layout, WAIT_S, transport=transport, config=PATIENT)
+        )
+
+
+@pytest.mark.parametrize("kind", ["host", "ucx"])
+def test_another_transport_than_the_server_has_is_named(kind: str, tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, 1 << 20, "--transport", kind), ExitStack() as stack:
+        transport = stack.enter_context(UcxTransport()) if kind == "host" else None
+        with pytest.raises(UsageError, match="--transport"):
+            connect(tmp_path, SMALL_LAYOUT, WAIT_S, transport=transport)
