@@ -237,7 +237,7 @@ def test_the_sender_stops_and_goes_on(survivor: Survivor) -> None:
         require_unwritten(out, receiver)
         other.resume()
         # Until it has read the refusal, the stream is open there, and not all of it was sent.
-        until(lambda: other.do("finish", deadline_s=WAIT_S) != "UsageError")
+        until(lambda: other.do("send", layers=1) != "UsageError")  # sent before
         assert other.do("finish", deadline_s=WAIT_S) == "TransferTimeoutError"
         assert other.do("outbox_free") == OUTBOX_SLOTS
 
