@@ -56,6 +56,8 @@ def flags(text: str, command: str) -> set[str]:
 def missing_paths(text: str, folder: Path) -> Iterator[str]:
     """Yield paths and links of a text that lead nowhere."""
     for name in _PATH.findall(text):
+        if name.startswith("build/"):  # made by a command, not part of a clone
+            continue
         if not (ROOT / name).exists():
             yield name
     for target in _LINK.findall(text):
