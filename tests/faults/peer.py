@@ -1,6 +1,6 @@
 """A peer process for tests: does what it is told, one JSON line a command, until its stdin ends.
 
-Run as ``python -m tests.faults.peer``. The test's side is ``Peer``.
+Run as ``python -m tests.faults.peer TRANSPORT``. The test's side is ``Peer``.
 """
 
 import contextlib
@@ -26,7 +26,7 @@ from kvpool.memory import BlockView
 from kvpool.testing.blocks import payload, view_of
 from kvpool.testing.pair import publish
 from kvpool.transfer.base import Endpoint
-from kvpool.transfer.host import HostTransport
+from kvpool.transfer.choice import TransportKind, open_transport
 from kvpool.transfer.layerwise import LayerReceiver, LayerSender, Outbox, StreamHub
 from kvpool.transfer.stream_wire import slice_layout
 
@@ -44,9 +44,9 @@ Value = float | str | bool | None
 class Peer:
     """The test's side of one peer process."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: TransportKind) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.peer"],
+            [sys.executable, "-m", "tests.faults.peer", kind],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -103,9 +103,9 @@ class Peer:
 
 
 @contextlib.contextmanager
-def peer() -> Iterator[Peer]:
-    """Start a peer process and end it."""
-    process = Peer()
+def peer(kind: TransportKind = "host") -> Iterator[Peer]:
+    """Start a peer process with a transport of some kind, and end it."""
+    process = Peer(kind)
     try:
         yield process
     finally:
@@ -115,8 +115,9 @@ def peer() -> Iterator[Peer]:
 class _Commands:
     """The process's side: its transport and what has been made with it."""
 
-    def __init__(self) -> None:
-        self.transport = HostTransport("peer")
+    def __init__(self, kind: TransportKind) -> None:
+        self.transport = open_transport(kind, "peer")
+        self.address = ""
         self.hub = StreamHub(NullSink())
         self.endpoints: list[Endpoint] = []
         self.arenas: list[Arena] = []
@@ -137,8 +138,12 @@ class _Commands:
             self.endpoints.append(endpoint)
             self.hub.attach(endpoint)
 
-        self.transport.listen(path, connected)
+        self.address = self.transport.listen(path, connected)
         return self.transport.incarnation.hex()
+
+    def where(self) -> str:
+        """Say where it listens."""
+        return self.address
 
     def connect(self, path: str) -> str:
         endpoint = self.transport.connect(path, WAIT_S)
@@ -206,7 +211,7 @@ class _Commands:
 
 def main() -> None:
     """Run commands until stdin ends."""
-    commands = _Commands()
+    commands = _Commands("ucx" if sys.argv[1] == "ucx" else "host")
     for line in sys.stdin:
         name, arguments = json.loads(line)
         answer = getattr(commands, name)(**arguments)

@@ -18,7 +18,7 @@ from kvpool.events import ListSink
 from kvpool.testing.blocks import payload, view_of
 from kvpool.testing.pair import Collected, empty
 from kvpool.transfer.base import Endpoint
-from kvpool.transfer.host import HostTransport
+from kvpool.transfer.choice import TransportKind, listen_address, open_transport
 from kvpool.transfer.layerwise import LayerReceiver, LayerSender, Outbox, StreamHub
 from kvpool.transfer.stream_wire import slice_layout
 from tests.conftest import Count
@@ -33,13 +33,14 @@ SHORT_S = 0.5
 class Survivor:
     """This process: a transport that listens, a hub and an outbox."""
 
-    def __init__(self, folder: Path) -> None:
-        self.transport = HostTransport()
+    def __init__(self, folder: Path, kind: TransportKind) -> None:
+        self.kind: TransportKind = kind
+        self.transport = open_transport(kind, "survivor")
         self.hub = StreamHub(ListSink())
         self.outbox = Outbox(self.transport, slice_layout(LAYOUT), OUTBOX_SLOTS)
         self.start = self.outbox.counts()
         self.connected = Collected()
-        self.path = self.transport.listen(str(folder / "survivor"), self._connect)
+        self.path = self.transport.listen(listen_address(kind, folder / "survivor"), self._connect)
         self.blocks = payload(LAYOUT, BLOCKS, SEED)
 
     def _connect(self, endpoint: Endpoint) -> None:
@@ -83,9 +84,9 @@ def until(condition: Callable[[], bool]) -> None:
     pytest.fail("the condition never came true")
 
 
-@pytest.fixture
-def survivor(tmp_path: Path) -> Iterator[Survivor]:
-    survivor = Survivor(tmp_path)
+@pytest.fixture(params=["host", pytest.param("ucx", marks=pytest.mark.ucx)])
+def survivor(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Survivor]:
+    survivor = Survivor(tmp_path, request.param)
     yield survivor
     survivor.close()
 
@@ -101,7 +102,7 @@ def require_unwritten(out: np.ndarray, receiver: LayerReceiver) -> None:
 
 
 def test_a_stream_between_processes(survivor: Survivor) -> None:
-    with peer() as other:
+    with peer(survivor.kind) as other:
         endpoint = survivor.meet(other)
         for number in range(3):
             other.do("expect", request=f"r{number}", deadline_s=WAIT_S)
@@ -114,7 +115,7 @@ def test_a_stream_between_processes(survivor: Survivor) -> None:
 
 
 def test_the_receiver_is_killed(survivor: Survivor) -> None:
-    with peer() as other:
+    with peer(survivor.kind) as other:
         endpoint = survivor.meet(other)
         other.do("expect", request="r", deadline_s=WAIT_S)
         sender = survivor.open(endpoint, "r")
@@ -130,7 +131,7 @@ def test_the_receiver_is_killed(survivor: Survivor) -> None:
         survivor.require_free()
         with pytest.raises(PeerUnreachableError):
             survivor.open(endpoint, "another")
-    with peer() as next_one:  # the survivor serves on
+    with peer(survivor.kind) as next_one:  # the survivor serves on
         endpoint = survivor.meet(next_one)
         next_one.do("expect", request="r", deadline_s=WAIT_S)
         sender = survivor.open(endpoint, "r")
@@ -141,7 +142,7 @@ def test_the_receiver_is_killed(survivor: Survivor) -> None:
 
 
 def test_the_receiver_stops_and_goes_on(survivor: Survivor) -> None:
-    with peer() as other:
+    with peer(survivor.kind) as other:
         endpoint = survivor.meet(other)
         other.do("expect", request="r", deadline_s=WAIT_S)
         sender = survivor.open(endpoint, "r")
@@ -164,7 +165,7 @@ def test_the_receiver_stops_and_goes_on(survivor: Survivor) -> None:
 
 
 def test_the_receiver_stops_and_is_killed(survivor: Survivor) -> None:
-    with peer() as other:
+    with peer(survivor.kind) as other:
         endpoint = survivor.meet(other)
         other.do("expect", request="r", deadline_s=WAIT_S)
         sender = survivor.open(endpoint, "r")
@@ -177,7 +178,7 @@ def test_the_receiver_stops_and_is_killed(survivor: Survivor) -> None:
 
 
 def test_a_stream_that_nobody_expects(survivor: Survivor) -> None:
-    with peer() as other:
+    with peer(survivor.kind) as other:
         sender = survivor.open(survivor.meet(other), "unknown")
         with pytest.raises(CancelledTransferError):
             survivor.send_all(sender)
@@ -189,7 +190,7 @@ def test_a_stream_that_nobody_expects(survivor: Survivor) -> None:
 
 
 def test_the_sender_is_killed(survivor: Survivor) -> None:
-    with peer() as other:
+    with peer(survivor.kind) as other:
         survivor.meet(other)
         out = empty(LAYOUT, BLOCKS)
         receiver = survivor.hub.expect("r", view_of(LAYOUT, out), deadline_s=WAIT_S)
@@ -211,7 +212,7 @@ def test_the_sender_is_killed_while_slices_are_on_their_way(
     rng = random.Random(3)
     pause = threading.Event()
     for number in range(count(3, 100)):
-        with peer() as other:
+        with peer(survivor.kind) as other:
             survivor.meet(other)
             out = empty(LAYOUT, BLOCKS)
             receiver = survivor.hub.expect(f"r{number}", view_of(LAYOUT, out), deadline_s=WAIT_S)
@@ -225,7 +226,7 @@ def test_the_sender_is_killed_while_slices_are_on_their_way(
 
 
 def test_the_sender_stops_and_goes_on(survivor: Survivor) -> None:
-    with peer() as other:
+    with peer(survivor.kind) as other:
         survivor.meet(other)
         out = empty(LAYOUT, BLOCKS)
         receiver = survivor.hub.expect("r", view_of(LAYOUT, out), deadline_s=SHORT_S)
@@ -243,7 +244,7 @@ def test_the_sender_stops_and_goes_on(survivor: Survivor) -> None:
 
 
 def test_the_receiver_cancels(survivor: Survivor) -> None:
-    with peer() as other:
+    with peer(survivor.kind) as other:
         survivor.meet(other)
         out = empty(LAYOUT, BLOCKS)
         receiver = survivor.hub.expect("r", view_of(LAYOUT, out), deadline_s=WAIT_S)
@@ -262,7 +263,7 @@ def test_the_receiver_cancels(survivor: Survivor) -> None:
 def test_the_receivers_process_is_killed_at_any_moment(survivor: Survivor, count: Count) -> None:
     rng = random.Random(4)
     for number in range(count(3, 100)):
-        with peer() as other:
+        with peer(survivor.kind) as other:
             endpoint = survivor.meet(other)
             other.do("expect", request=f"r{number}", deadline_s=WAIT_S)
             timer = threading.Timer(rng.random() * 0.02, other.kill)
