@@ -77,6 +77,8 @@ static uint32_t shifts[2 * LANE_LINES_MAX + 1];
 
 #define SSE42 __attribute__((target("sse4.2,pclmul")))
 #define SSE42_INLINE SSE42 __attribute__((always_inline)) static inline
+#define AVX2 __attribute__((target("avx2,sse4.2,pclmul")))
+#define AVX2_INLINE AVX2 __attribute__((always_inline)) static inline
 
 SSE42_INLINE uint32_t shift(uint32_t crc, size_t lines)
 {
@@ -95,39 +97,9 @@ SSE42_INLINE uint64_t take_word(uint64_t crc, uint8_t *dst, const uint8_t *src)
     return _mm_crc32_u64(crc, word);
 }
 
-/* The instruction takes 3 cycles and can start every cycle: three lanes keep it busy. `dst` is null
- * for a CRC alone; the compiler makes one function of each use. */
-SSE42_INLINE uint32_t take(uint32_t crc, uint8_t *dst, const uint8_t *src, size_t size,
-                           const uint8_t *next)
+/* Take bytes one stream at a time: what is too short, or not aligned, for three lanes. */
+SSE42_INLINE uint32_t take_few(uint32_t crc, uint8_t *dst, const uint8_t *src, size_t size)
 {
-    while (size >= 3 * LINE_BYTES) {
-        size_t lines = size / (3 * LINE_BYTES);
-        if (lines > LANE_LINES_MAX)
-            lines = LANE_LINES_MAX;
-        const size_t lane = lines * LINE_BYTES;
-        uint64_t a = crc, b = 0, c = 0;
-        size -= 3 * lane;
-        /* The CPU's own prefetcher starts anew at each page; this one knows what comes next. A
-         * prefetch past the end of the memory does nothing. */
-        const uint8_t *ahead = size >= 3 * LINE_BYTES ? src + 3 * lane : next;
-        for (size_t at = 0; at < lane; at += LINE_BYTES) {
-            if (dst != NULL) {
-                _mm_prefetch((const char *)ahead + at, _MM_HINT_T0);
-                _mm_prefetch((const char *)ahead + lane + at, _MM_HINT_T0);
-                _mm_prefetch((const char *)ahead + 2 * lane + at, _MM_HINT_T0);
-            }
-#pragma GCC unroll 8
-            for (size_t i = at; i < at + LINE_BYTES; i += 8) {
-                a = take_word(a, dst == NULL ? NULL : dst + i, src + i);
-                b = take_word(b, dst == NULL ? NULL : dst + lane + i, src + lane + i);
-                c = take_word(c, dst == NULL ? NULL : dst + 2 * lane + i, src + 2 * lane + i);
-            }
-        }
-        crc = shift((uint32_t)a, 2 * lines) ^ shift((uint32_t)b, lines) ^ (uint32_t)c;
-        src += 3 * lane;
-        if (dst != NULL)
-            dst += 3 * lane;
-    }
     for (; size >= 8; size -= 8, src += 8) {
         crc = (uint32_t)take_word(crc, dst, src);
         if (dst != NULL)
@@ -142,15 +114,78 @@ SSE42_INLINE uint32_t take(uint32_t crc, uint8_t *dst, const uint8_t *src, size_
     return crc;
 }
 
-SSE42 static uint32_t update_sse42(uint32_t crc, const uint8_t *src, size_t size)
+/* Copy one line of 64 bytes past the cache, in wide stores: 8 bytes at a time would cost more
+ * instructions than the CRC does. The CRC then reads the line from L1. */
+AVX2_INLINE void stream_line(uint8_t *dst, const uint8_t *src)
 {
-    return take(crc, NULL, src, size, NULL);
+    __m256i low = _mm256_loadu_si256((const __m256i *)(const void *)src);
+    __m256i high = _mm256_loadu_si256((const __m256i *)(const void *)(src + 32));
+    _mm256_stream_si256((__m256i *)(void *)dst, low);
+    _mm256_stream_si256((__m256i *)(void *)(dst + 32), high);
 }
 
-SSE42 static uint32_t stream_sse42(uint32_t crc, uint8_t *dst, const uint8_t *src, size_t size,
-                                   const uint8_t *next)
+/* The instruction takes 3 cycles and can start every cycle: three lanes keep it busy. */
+SSE42_INLINE void take_lines(uint64_t *a, uint64_t *b, uint64_t *c, const uint8_t *src, size_t lane)
 {
-    return take(crc, dst, src, size, next);
+#pragma GCC unroll 8
+    for (size_t i = 0; i < LINE_BYTES; i += 8) {
+        *a = take_word(*a, NULL, src + i);
+        *b = take_word(*b, NULL, src + lane + i);
+        *c = take_word(*c, NULL, src + 2 * lane + i);
+    }
+}
+
+SSE42 static uint32_t update_sse42(uint32_t crc, const uint8_t *src, size_t size)
+{
+    while (size >= 3 * LINE_BYTES) {
+        size_t lines = size / (3 * LINE_BYTES);
+        if (lines > LANE_LINES_MAX)
+            lines = LANE_LINES_MAX;
+        const size_t lane = lines * LINE_BYTES;
+        uint64_t a = crc, b = 0, c = 0;
+        for (size_t at = 0; at < lane; at += LINE_BYTES)
+            take_lines(&a, &b, &c, src + at, lane);
+        crc = shift((uint32_t)a, 2 * lines) ^ shift((uint32_t)b, lines) ^ (uint32_t)c;
+        src += 3 * lane;
+        size -= 3 * lane;
+    }
+    return take_few(crc, NULL, src, size);
+}
+
+AVX2 static uint32_t stream_avx2(uint32_t crc, uint8_t *dst, const uint8_t *src, size_t size,
+                                 const uint8_t *next)
+{
+    size_t before = (size_t)-(uintptr_t)dst % LINE_BYTES;
+    if (before > size)
+        before = size;
+    crc = take_few(crc, dst, src, before);
+    dst += before;
+    src += before;
+    size -= before;
+    while (size >= 3 * LINE_BYTES) {
+        size_t lines = size / (3 * LINE_BYTES);
+        if (lines > LANE_LINES_MAX)
+            lines = LANE_LINES_MAX;
+        const size_t lane = lines * LINE_BYTES;
+        uint64_t a = crc, b = 0, c = 0;
+        size -= 3 * lane;
+        /* The CPU's own prefetcher starts anew at each page; this one knows what comes next, and
+         * asks for it in the order in which it lies. A prefetch past the end of the memory does
+         * nothing. */
+        const uint8_t *ahead = size >= 3 * LINE_BYTES ? src + 3 * lane : next;
+        for (size_t at = 0; at < lane; at += LINE_BYTES) {
+            for (size_t i = 0; i < 3; i++) {
+                _mm_prefetch((const char *)ahead, _MM_HINT_T1);
+                ahead += LINE_BYTES;
+                stream_line(dst + i * lane + at, src + i * lane + at);
+            }
+            take_lines(&a, &b, &c, src + at, lane);
+        }
+        crc = shift((uint32_t)a, 2 * lines) ^ shift((uint32_t)b, lines) ^ (uint32_t)c;
+        src += 3 * lane;
+        dst += 3 * lane;
+    }
+    return take_few(crc, dst, src, size);
 }
 #endif
 
@@ -178,7 +213,8 @@ __attribute__((constructor)) static void prepare(void)
     unsigned a, b, c, d;
     if (__get_cpuid(1, &a, &b, &c, &d) && (c & bit_SSE4_2) && (c & bit_PCLMUL)) {
         update = update_sse42;
-        stream = stream_sse42;
+        if (__builtin_cpu_supports("avx2"))
+            stream = stream_avx2;
     }
 #endif
 }
