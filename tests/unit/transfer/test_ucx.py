@@ -1,0 +1,378 @@
+"""The UCX transport: addresses, limits, and peers that speak another language or lie."""
+
+import contextlib
+import os
+import random
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvpool.arena import Arena
+from kvpool.errors import (
+    CapacityError,
+    ClosedError,
+    ConfigError,
+    PeerUnreachableError,
+    TransferTimeoutError,
+    UsageError,
+)
+from kvpool.memory import Span
+from kvpool.testing.blocks import SMALL_LAYOUT, payload, view_of
+from kvpool.testing.pair import Collected, empty, named, publish, send
+from kvpool.transfer.base import Endpoint
+from kvpool.transfer.ucx import UcxTransport, format_address, parse_address
+from kvpool.transfer.ucx_connection import UcxConnection
+from kvpool.transfer.ucx_endpoint import NOTIFICATIONS_MAX
+from kvpool.transfer.ucx_engine import UcxEngine
+from kvpool.transfer.ucx_wire import (
+    ASK_SLOTS_MAX,
+    ASKS_MAX,
+    PROTOCOL_VERSION,
+    Answer,
+    Ask,
+    Offer,
+    Taken,
+    Welcome,
+    encode,
+    frame,
+)
+
+pytestmark = pytest.mark.ucx
+
+WAIT_S = 20.0
+LAYOUT = SMALL_LAYOUT
+ANYWHERE = "ucx://127.0.0.1:0"
+INBOX = 1 << 20
+
+
+@pytest.fixture
+def owner() -> Iterator[UcxTransport]:
+    with UcxTransport("owner", inbox_bytes=INBOX) as owner:
+        yield owner
+
+
+@pytest.mark.parametrize("address", ["ucx://127.0.0.1:80", "ucx://[::1]:65535", "ucx://0.0.0.0:0"])
+def test_addresses_survive_the_round_trip(address: str) -> None:
+    assert format_address(*parse_address(address)) == address
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["", "/tmp/a.sock", "ucx://", "ucx://127.0.0.1", "ucx://localhost:1", "ucx://127.0.0.1:65536"]
+    + ["ucx://127.0.0.1:-1", "ucx://127.0.0.1:x", "tcp://127.0.0.1:1", "ucx://:1"],
+)  # fmt: skip
+def test_what_is_no_address_is_refused(owner: UcxTransport, address: str) -> None:
+    with pytest.raises(UsageError):
+        owner.connect(address, WAIT_S)
+    with pytest.raises(UsageError):
+        owner.listen(address, lambda endpoint: None)
+
+
+def test_a_host_that_is_not_the_transports_is_refused(owner: UcxTransport) -> None:
+    with pytest.raises(UsageError):
+        owner.listen("ucx://127.0.0.2:0", lambda endpoint: None)
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"inbox_bytes": 4096}, {"endpoint_max": 0}, {"inbox_bytes": 1 << 60}]
+)
+def test_sizes_out_of_range_are_refused(sizes: dict[str, int]) -> None:
+    with pytest.raises(ConfigError):
+        UcxTransport(**sizes)  # type: ignore[arg-type]
+
+
+def test_beyond_loopback_only_if_trusted() -> None:
+    with pytest.raises(ConfigError, match="trusted_network"):
+        UcxTransport(host="0.0.0.0")
+
+
+def test_a_small_inbox_serves_blocks_that_are_larger(owner: UcxTransport) -> None:
+    """A window holds one layer of a block: a block comes layer by layer."""
+    layout = replace(LAYOUT, k_dim=64, v_dim=64)
+    arena = Arena(layout, 40, owner.incarnation)
+    owner.register(arena)
+    blocks = payload(layout, 40, seed=1)
+    slots = publish(arena, blocks)
+    address = owner.listen(ANYWHERE, lambda endpoint: None)
+    window = layout.layer_bytes + 64
+    assert window * ASKS_MAX > 32768
+    with UcxTransport("reader", inbox_bytes=window * ASKS_MAX + 4096) as reader:
+        endpoint = reader.connect(address, WAIT_S)
+        out = empty(layout, 40)
+        read = endpoint.read_blocks(
+            view_of(layout, out), named(0, slots), source_layout=layout, dest_layer=None,
+            deadline_s=WAIT_S,
+        )  # fmt: skip
+        assert read.wait(WAIT_S) == 40
+        np.testing.assert_array_equal(out, blocks)
+        assert owner.counts()["puts"] >= 40 * layout.num_layers
+        spans = [(Span.of(out[0]), named(0, slots[7:8]), 0)]
+        assert endpoint.read_spans(spans, WAIT_S).wait(WAIT_S) == layout.block_bytes
+        np.testing.assert_array_equal(out[0], blocks[7])
+    arena.close()
+
+
+def test_a_slot_that_is_released_while_it_is_read_waits_for_the_read(owner: UcxTransport) -> None:
+    """Many reads of a slot that is given up at once: whole, or a miss; and no grant is left."""
+    arena = Arena(LAYOUT, 8, owner.incarnation)
+    owner.register(arena)
+    address = owner.listen(ANYWHERE, lambda endpoint: None)
+    with UcxTransport("reader", inbox_bytes=INBOX) as reader:
+        endpoint = reader.connect(address, WAIT_S)
+        for seed in range(100):
+            blocks, out = payload(LAYOUT, 4, seed), empty(LAYOUT, 4)
+            slots = publish(arena, blocks)
+            read = endpoint.read_blocks(
+                view_of(LAYOUT, out), named(0, slots), source_layout=LAYOUT, dest_layer=None,
+                deadline_s=WAIT_S,
+            )  # fmt: skip
+            for slot in slots:
+                arena.release(slot)
+            good = read.wait(WAIT_S)
+            np.testing.assert_array_equal(out[:good], blocks[:good])
+        until(lambda: (arena.counts().free, arena.counts().grants) == (8, 0))
+    arena.close()
+
+
+def test_an_arena_that_is_closed_is_a_miss(owner: UcxTransport) -> None:
+    arena = Arena(LAYOUT, 2, owner.incarnation)
+    owner.register(arena)
+    slots = publish(arena, payload(LAYOUT, 2, seed=1))
+    address = owner.listen(ANYWHERE, lambda endpoint: None)
+    with UcxTransport("reader", inbox_bytes=INBOX) as reader:
+        endpoint = reader.connect(address, WAIT_S)
+        arena.close()
+        read = endpoint.read_blocks(
+            view_of(LAYOUT, empty(LAYOUT, 2)), named(0, slots), source_layout=LAYOUT,
+            dest_layer=None, deadline_s=WAIT_S,
+        )  # fmt: skip
+        assert read.wait(WAIT_S) == 0
+
+
+def test_too_many_connections_are_refused() -> None:
+    with UcxTransport("owner", inbox_bytes=INBOX, endpoint_max=1) as owner:
+        address = owner.listen(ANYWHERE, lambda endpoint: None)
+        with UcxTransport("reader", inbox_bytes=INBOX, endpoint_max=2) as reader:
+            first = reader.connect(address, WAIT_S)
+            with pytest.raises(PeerUnreachableError):
+                reader.connect(address, WAIT_S)
+            first.close()
+            reader.connect(address, WAIT_S)
+        with UcxTransport("full", inbox_bytes=INBOX, endpoint_max=1) as full:
+            there = full.listen(ANYWHERE, lambda endpoint: None)
+            with UcxTransport("third", inbox_bytes=INBOX) as third:
+                third.connect(there, WAIT_S)
+                with pytest.raises(CapacityError):
+                    full.connect(address, WAIT_S)
+
+
+def test_an_endpoint_can_be_closed_from_its_own_callback(owner: UcxTransport) -> None:
+    lost = Collected()
+
+    def accept(endpoint: Endpoint) -> None:
+        endpoint.on_lost(lost)
+        endpoint.on_notification(lambda message: endpoint.close())
+
+    address = owner.listen(ANYWHERE, accept)
+    with UcxTransport("reader", inbox_bytes=INBOX) as reader:
+        endpoint = reader.connect(address, WAIT_S)
+        gone = Collected()
+        endpoint.on_lost(gone)
+        send(endpoint, b"go away")
+        assert gone.wait(1) == [endpoint]
+        lost.wait(1)
+
+
+def test_a_transport_cannot_be_closed_or_wait_on_its_own_thread(owner: UcxTransport) -> None:
+    errors = Collected()
+
+    def misuse(endpoint: Endpoint) -> None:
+        for call in (owner.close, lambda: owner.connect(address, WAIT_S)):
+            try:
+                call()
+            except UsageError as error:
+                errors(error)
+
+    address = owner.listen(ANYWHERE, misuse)
+    with UcxTransport("reader", inbox_bytes=INBOX) as reader:
+        reader.connect(address, WAIT_S)
+        errors.wait(2)
+
+
+def test_connections_leave_nothing_behind(owner: UcxTransport) -> None:
+    arena = Arena(LAYOUT, 64, owner.incarnation)
+    owner.register(arena)
+    slots = publish(arena, payload(LAYOUT, 64, seed=1))
+    address = owner.listen(ANYWHERE, lambda endpoint: None)
+    before = (0, 0)
+    with UcxTransport("reader", inbox_bytes=INBOX) as reader:
+        for number in range(60):
+            endpoint = reader.connect(address, WAIT_S)
+            endpoint.read_blocks(
+                view_of(LAYOUT, empty(LAYOUT, 64)), named(0, slots), source_layout=LAYOUT,
+                dest_layer=None, deadline_s=WAIT_S,
+            ).wait(WAIT_S)  # fmt: skip
+            endpoint.close()
+            if number == 10:
+                until(lambda: owner.counts()["endpoints"] == 0)
+                before = (len(os.listdir("/proc/self/fd")), threading.active_count())
+        until(lambda: owner.counts()["endpoints"] == 0 == reader.counts()["endpoints"])
+        assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+        assert reader.counts()["batches"] == 0
+    arena.close()
+
+
+# ---- peers that mean harm -------------------------------------------------------------------------
+
+
+class Stranger:
+    """A peer that speaks the engine's language, and says to the owner whatever a test wants."""
+
+    def __init__(self, owner: UcxTransport) -> None:
+        self.connected = Collected()
+        self.address = owner.listen(ANYWHERE, self.connected)
+
+    @contextlib.contextmanager
+    def connect(self, welcome: bool = True) -> Iterator[UcxConnection]:
+        memory = np.zeros((1 << 20) + 4096, dtype=np.uint8)
+        whole = Span.of(memory)
+        begin = -whole.address % 4096
+        with UcxEngine(inbox=whole.part(begin, 1 << 20), endpoint_max=1) as engine:
+            connection = engine.connect("127.0.0.1", parse_address(self.address)[1], WAIT_S)
+            if welcome:
+                say(connection, encode(Welcome(PROTOCOL_VERSION)))
+            yield connection
+
+
+def say(connection: UcxConnection, note: bytes) -> bool:
+    """Send a note; False if the connection has ended."""
+    for _ in range(int(WAIT_S * 1000)):
+        try:
+            connection.put((), WAIT_S, note)
+            return True
+        except CapacityError:
+            threading.Event().wait(0.001)
+        except (PeerUnreachableError, ClosedError):
+            return False
+    pytest.fail("there was never room")
+
+
+def until(condition: Callable[[], bool]) -> None:
+    for _ in range(int(WAIT_S * 200)):
+        if condition():
+            return
+        threading.Event().wait(0.005)
+    pytest.fail("the condition never came true")
+
+
+GOOD = Ask(0, 0, 0, 0, LAYOUT.block_bytes, 0, LAYOUT.crc_count, [0], [1])
+
+
+def changed(**fields: object) -> bytes:
+    """An ask of which some fields are wrong."""
+    return b"\1" + msgspec.msgpack.encode(
+        ["ask", *msgspec.structs.asdict(msgspec.structs.replace(GOOD, **fields)).values()]
+    )
+
+
+BAD: dict[str, bytes] = {
+    "empty kind": b"\0",
+    "unknown kind": b"\2abc",
+    "no message": b"\1garbage",
+    "unknown tag": b"\1" + msgspec.msgpack.encode(["what", 1]),
+    "nothing": b"\1",
+    "second welcome": encode(Welcome(PROTOCOL_VERSION)),
+    "other version": b"\1" + msgspec.msgpack.encode(["welcome", PROTOCOL_VERSION + 1]),
+    "answer to nothing": encode(Answer(1, 0)),
+    "taken too many": encode(Taken(1)),
+    "region out of order": encode(Offer(3, 1, 64, 0)),
+    "region of nothing": b"\1" + msgspec.msgpack.encode(["region", 0, 0, 0, 0]),
+    "no such region": changed(region=1),
+    "negative region": changed(region=-1),
+    "past the slot": changed(offset=1),
+    "past the checksums": changed(first_crc=1),
+    "no such slot": changed(slots=[8]),
+    "negative slot": changed(slots=[-1]),
+    "beyond the inbox": changed(at=(1 << 20) - 10),
+    "far beyond the inbox": changed(at=2**48),
+    "nothing of a slot": changed(size=0),
+    "no slots": changed(slots=[], generations=[]),
+    "more generations": changed(generations=[1, 2]),
+    "too many slots": changed(
+        slots=[0] * (ASK_SLOTS_MAX + 1), generations=[1] * (ASK_SLOTS_MAX + 1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_peer_that_lies_is_cut_off(owner: UcxTransport, name: str) -> None:
+    arena = Arena(LAYOUT, 8, owner.incarnation)
+    owner.register(arena)
+    stranger = Stranger(owner)
+    with stranger.connect() as connection:
+        endpoint = stranger.connected.wait(1)[0]
+        assert isinstance(endpoint, Endpoint)
+        say(connection, BAD[name])
+        until(lambda: not connection.alive())
+        assert not endpoint.alive()
+        with pytest.raises(PeerUnreachableError):
+            endpoint.notify(b"x")
+    assert arena.counts().grants == 0
+    arena.close()
+
+
+def test_too_many_asks_and_notifications_cut_a_peer_off(owner: UcxTransport) -> None:
+    stranger = Stranger(owner)
+    with stranger.connect() as connection:
+        stranger.connected.wait(1)  # nobody takes its notifications
+        for _ in range(NOTIFICATIONS_MAX + 1):
+            assert say(connection, frame(b"x"))
+        until(lambda: not connection.alive())
+
+
+def test_a_notification_before_the_welcome_is_refused(owner: UcxTransport) -> None:
+    stranger = Stranger(owner)
+    with stranger.connect(welcome=False) as connection:
+        say(connection, frame(b"x"))
+        until(lambda: not connection.alive())
+    assert stranger.connected.items == []
+
+
+def test_random_notes_do_no_harm(owner: UcxTransport) -> None:
+    """Whatever is said, the owner serves the next one who asks."""
+    rng = random.Random(5)
+    arena = Arena(LAYOUT, 8, owner.incarnation)
+    owner.register(arena)
+    slots = publish(arena, payload(LAYOUT, 2, seed=1))
+    stranger = Stranger(owner)
+    good = [encode(Answer(0, 1)), encode(GOOD), encode(Taken(0)), encode(Offer(0, 1, 64, 1))]
+    for _ in range(20):
+        with stranger.connect() as connection:
+            for _ in range(50):
+                note = bytearray(rng.choice(good))
+                for _ in range(rng.randrange(3)):
+                    note[rng.randrange(len(note))] = rng.randrange(256)
+                if not say(connection, bytes(note)):
+                    break
+    with UcxTransport("reader", inbox_bytes=INBOX) as reader:
+        endpoint = reader.connect(stranger.address, WAIT_S)
+        out = empty(LAYOUT, 2)
+        read = endpoint.read_blocks(
+            view_of(LAYOUT, out), named(0, slots), source_layout=LAYOUT, dest_layer=None,
+            deadline_s=WAIT_S,
+        )  # fmt: skip
+        assert read.wait(WAIT_S) == 2
+        np.testing.assert_array_equal(out, payload(LAYOUT, 2, seed=1))
+    until(lambda: arena.counts().grants == 0)
+    arena.close()
+
+
+def test_an_engine_that_says_no_welcome_is_not_waited_for(owner: UcxTransport) -> None:
+    with UcxEngine(endpoint_max=1) as engine:
+        port = engine.listen(lambda connection: None)
+        with pytest.raises(TransferTimeoutError):
+            owner.connect(f"ucx://127.0.0.1:{port}", 0.2)
