@@ -25,7 +25,7 @@ from kvpool.events import NullSink
 from kvpool.memory import BlockView
 from kvpool.testing.blocks import payload, view_of
 from kvpool.testing.pair import publish
-from kvpool.transfer.base import Endpoint
+from kvpool.transfer.base import Endpoint, RemoteSlots
 from kvpool.transfer.choice import TransportKind, open_transport
 from kvpool.transfer.layerwise import LayerReceiver, LayerSender, Outbox, StreamHub
 from kvpool.transfer.stream_wire import slice_layout
@@ -158,6 +158,28 @@ class _Commands:
         self.slots = publish(arena, payload(LAYOUT, blocks, SEED))
         self.transport.register(arena)
         return json.dumps([[slot.index, slot.generation] for slot in self.slots])
+
+    def read_on(self, slots: str) -> str:
+        """Read a region of the peer's over and over until that ends."""
+        pairs = json.loads(slots)
+        source = RemoteSlots(0, *map(tuple, zip(*pairs, strict=True)))
+        out = np.zeros((len(pairs), LAYOUT.block_bytes), dtype=np.uint8)
+        try:
+            while True:
+                reads = [
+                    self.endpoints[0].read_blocks(
+                        view_of(LAYOUT, out),
+                        source,
+                        source_layout=LAYOUT,
+                        dest_layer=None,
+                        deadline_s=WAIT_S,
+                    )
+                    for _ in range(4)
+                ]
+                for read in reads:
+                    read.wait(WAIT_S)
+        except KVPoolError as error:
+            return type(error).__name__
 
     def expect(self, request: str, deadline_s: float) -> None:
         self.receiver = self.hub.expect(request, self.view(), deadline_s=deadline_s)
