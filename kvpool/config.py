@@ -153,7 +153,7 @@ class RuntimeConfig:
 
     Attributes:
         model: Folder of a Hugging Face model; ``""`` means the bundled SmolLM2-135M-Instruct.
-        device: ``"cpu"`` or ``"cuda"`` with an optional index.
+        device: ``"cpu"``: the only one in this version.
         dtype: Of weights, compute and KV.
         block_tokens: Tokens of a block, a multiple of 16.
         dram_bytes: DRAM tier of the pool.
@@ -192,6 +192,12 @@ class RuntimeConfig:
             "runtime.block_tokens",
             self.block_tokens,
             "use a positive multiple of 16",
+        )
+        _require(
+            self.device == "cpu",
+            "runtime.device",
+            self.device,
+            "use cpu: no other device has been run yet",
         )
         _require(
             self.dtype in DTYPE_BYTES,

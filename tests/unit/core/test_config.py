@@ -45,6 +45,7 @@ def test_what_is_no_size(text: str) -> None:
         (lambda: ServerConfig(run_dir=Path("/tmp/x"), metrics_port=70000), "server.metrics_port"),
         (lambda: ServerConfig(run_dir=Path("/" + "x" * 100)), "server.run_dir"),
         (lambda: RuntimeConfig(block_tokens=24), "runtime.block_tokens"),
+        (lambda: RuntimeConfig(device="cuda"), "runtime.device"),
         (lambda: RuntimeConfig(dtype="int3"), "runtime.dtype"),
         (lambda: RuntimeConfig(chunk_tokens=0), "runtime.chunk_tokens"),
     ],
