@@ -1,11 +1,12 @@
 """The decode worker: takes prompts over a layer stream and decodes all of them in one batch.
 
-Owns the life of one request here: room for prompt and output, the stream it waits for, its place in
+Owns the life of one request here: room for it, the stream it waits for, its place in
 the batch, its tokens on their way out, and the full blocks it made on their way into the pool. Who
 calls it: the Conductor, over RPC.
 """
 
 import asyncio
+import itertools
 import logging
 import sys
 from collections.abc import AsyncIterator, Sequence
@@ -17,7 +18,7 @@ from kvpool.base import StoreResult
 from kvpool.client.rpc import Service
 from kvpool.completion import Completion, Deadline
 from kvpool.errors import InternalError, KVPoolError, TransferTimeoutError, UsageError
-from kvpool.integration.runtime.batch import Batch, Running, Step
+from kvpool.integration.runtime.batch import Batch, Running, Step, blocks_wanted
 from kvpool.integration.runtime.blocks import Blocks
 from kvpool.integration.runtime.handoff import (
     RUN,
@@ -43,9 +44,10 @@ _DEADLINE_MIN_S: Final = 0.001
 class _Request:
     """One request while this worker has it. Used in the loop only."""
 
-    def __init__(self, request: RunRequest, blocks: Blocks, block_tokens: int) -> None:
+    def __init__(self, request: RunRequest, blocks: Blocks, block_tokens: int, turn: int) -> None:
         self.request = request
-        self.blocks = blocks
+        self.blocks = blocks  # until it runs; then they are the batch's
+        self.turn = turn
         self.steps: asyncio.Queue[Step] = asyncio.Queue()  # at most max_tokens entries
         self.stores: list[Completion[StoreResult]] = []
         # Full blocks of the prompt are stored by the prefill worker.
@@ -64,7 +66,8 @@ class DecodeWorker:
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
         self._layout = parts.runner.tier.layout
-        self._batch = Batch(parts.runner, parts.loop, self._on_steps)
+        self._batch = Batch(parts.runner, parts.room, parts.loop, self._on_steps)
+        self._turns = itertools.count()
         self._requests: dict[str, _Request] = {}
         self._tasks = Tasks()
         self._address = parts.transport.listen(parts.config.transport_address, parts.hub.attach)
@@ -76,7 +79,11 @@ class DecodeWorker:
     def status(self) -> WorkerStatus:
         """Say what this worker holds."""
         running, waiting = len(self._requests), self._parts.room.waiting
-        return self._parts.status("decode", running, waiting, (0, 0, 0))
+        return msgspec.structs.replace(
+            self._parts.status("decode", running, waiting, (0, 0, 0)),
+            parked=self._batch.parked,
+            parks=self._batch.parks,
+        )
 
     async def run(self, request: RunRequest) -> AsyncIterator[RunEvent]:
         """Make room for a request, wait for its prompt's KV, and yield its tokens.
@@ -91,10 +98,11 @@ class DecodeWorker:
         """
         deadline = Deadline(request.handoff_timeout_s)
         self._check(request)
-        size = self._layout.block_tokens
-        count = -(-(len(request.tokens) + request.max_tokens) // size)
-        blocks = await self._parts.room.take(count, deadline.remaining_s())
-        mine = _Request(request, blocks, size)
+        size, room = self._layout.block_tokens, self._parts.room
+        room.require(-(-(len(request.tokens) + request.max_tokens) // size))
+        count = blocks_wanted(request, len(request.tokens), size)
+        blocks = await room.take(count, deadline.remaining_s())
+        mine = _Request(request, blocks, size, next(self._turns))
         self._requests[request.request] = mine
         try:
             prompt_blocks = -(-len(request.tokens) // size)
@@ -134,7 +142,7 @@ class DecodeWorker:
         """Wait for the stream, join the batch, and yield events to the last one."""
         end = await self._received(mine, deadline)
         request = mine.request
-        running = Running(request, mine.blocks, end.token, end.drawn)
+        running = Running(request, mine.blocks, end.token, end.drawn, mine.turn)
         reason = running.verdict()
         if reason is None:
             mine.running = running
@@ -168,22 +176,21 @@ class DecodeWorker:
 
     def _on_steps(self, steps: list[Step]) -> None:
         """Take what one forward did, in the loop."""
-        size = self._layout.block_tokens
         for step in steps:
             mine = self._requests.get(step.running.request.request)
-            if mine is None:
-                continue
-            mine.steps.put_nowait(step)
-            if step.error is None and step.running.computed // size > mine.stored:
-                self._store(mine, step.running)
+            if mine is not None:
+                mine.steps.put_nowait(step)
+            if step.blocks is not None:
+                if mine is not None:
+                    self._store(mine, step, step.blocks)
+                step.blocks.drop()
 
-    def _store(self, mine: _Request, running: Running) -> None:
+    def _store(self, mine: _Request, step: Step, blocks: Blocks) -> None:
         """Store the blocks that became full."""
-        size, request = self._layout.block_tokens, mine.request
-        full = running.computed // size
-        namespace = self._parts.runner.spec.namespace(size, request.salt)
-        chain = self._parts.pool.chain(namespace, running.tokens[: full * size])
-        done = self._parts.store(chain, mine.blocks, mine.stored, full)
+        size, full = self._layout.block_tokens, step.full_blocks
+        namespace = self._parts.runner.spec.namespace(size, mine.request.salt)
+        chain = self._parts.pool.chain(namespace, step.running.tokens[: full * size])
+        done = self._parts.store(chain, blocks, mine.stored, full)
         mine.stored = full
         if done is not None:
             mine.stores.append(done)
@@ -200,17 +207,20 @@ class DecodeWorker:
 
     async def _let_go(self, mine: _Request) -> None:
         """Leave batch and stream, then give the blocks back."""
+        blocks: Blocks | None = mine.blocks
         try:
             if mine.running is not None:
                 await self._batch.leave(mine.running)
-            if mine.receiver is not None:
+                blocks = mine.running.blocks
+            elif mine.receiver is not None:
                 completion = mine.receiver.completion
                 mine.receiver.cancel("the request ended")
                 # Nothing writes into the blocks once it is done, and not before.
                 completion.add_done_callback(mine.blocks.hold().drop)
         finally:
             del self._requests[mine.request.request]
-            mine.blocks.drop()
+            if blocks is not None:
+                blocks.drop()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

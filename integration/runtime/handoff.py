@@ -152,6 +152,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
         outbox_slots, outbox_free, outbox_quarantined: Of the staging of layer slices.
         forwards: Forward passes since the start.
         tokens: Tokens computed since the start.
+        parked: Of the running requests, those whose KV lies in DRAM until there are blocks.
+        parks: How often a request was parked since the start.
     """
 
     role: str
@@ -164,6 +166,8 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
     outbox_quarantined: int
     forwards: int
     tokens: int
+    parked: int = 0
+    parks: int = 0
 
 
 PREFILL = Method("Prefill", "Prefill", PrefillRequest, Prefilled)
