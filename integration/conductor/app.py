@@ -1,59 +1,59 @@
-"""The Conductor's HTTP face: the OpenAI API over one prefill and one decode worker.
+"""The Conductor's HTTP face: the OpenAI API over its workers.
 
-Owns routes, streaming and what a client sees of an error. Every request has a deadline, and a client
-that goes away cancels its work in both workers. Who calls it: ``kvpool-serve``.
+Owns routes, admission and what a client sees of an error. Every request has a deadline, and a client
+that goes away cancels its work in all workers. Who calls it: ``kvpool-serve``.
 """
 
 import asyncio
-import json
 import logging
 import time
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
-from typing import Any, Final, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse
+from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
-from starlette.types import Receive, Scope, Send
 
 from kvpool.errors import InternalError, KVPoolError
-from kvpool.integration.conductor.dispatch import Dispatcher, Job
+from kvpool.integration.conductor.answer import VERSION, Answer
+from kvpool.integration.conductor.dispatch import Dispatcher
+from kvpool.integration.conductor.edge import (
+    HttpLimits,
+    RequestIds,
+    read_body,
+    request_id,
+    while_connected,
+)
+from kvpool.integration.conductor.http_error import HttpError, http_error
+from kvpool.integration.conductor.logprobs import TokenTexts
 from kvpool.integration.conductor.metrics import ConductorMetrics
 from kvpool.integration.conductor.model import ModelText
-from kvpool.integration.conductor.output import Fanout, Output
 from kvpool.integration.conductor.schemas import (
-    PROMPTS_MAX,
-    Answer,
+    Body,
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     GenerationRequest,
-    HttpError,
-    http_error,
+    TokenizeRequest,
     parse,
-    usage,
 )
+from kvpool.integration.conductor.turn import Prompt, Turn, TurnResponse
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-# A prompt of 128k tokens is about half a megabyte of text.
-BODY_BYTES_MAX: Final = 8 << 20
-# HTTP requests at work at a time; more are refused at once.
-REQUESTS_MAX: Final = 256
-# What nginx logs for a client that went away. Nobody reads it but the metrics.
-_CLIENT_GONE: Final = 499
+B = TypeVar("B", bound=Body)
 
 
 class Conductor:
-    """Answers generation requests of the HTTP API.
+    """Answers the requests of the HTTP API.
 
     Args:
         dispatcher: Reaches the workers.
         model: The model's text side.
         supervised: Says what the launcher knows to be wrong, for ``/health``; empty if all is well.
+        limits: What one client may ask.
     """
 
     def __init__(
@@ -61,13 +61,16 @@ class Conductor:
         dispatcher: Dispatcher,
         model: ModelText,
         supervised: Callable[[], list[str]] = list,
+        limits: HttpLimits | None = None,
     ) -> None:
         self.dispatcher = dispatcher
         self.model = model
         self.metrics = ConductorMetrics(dispatcher)
         self.created = int(time.time())
+        self.active = 0
+        self._limits = limits or HttpLimits()
         self._supervised = supervised
-        self._active = 0
+        self._texts = TokenTexts(model.tokenizer)
 
     def health(self) -> tuple[int, dict[str, object]]:
         """Return status and body of ``/health``: 503 while a worker does not answer."""
@@ -82,47 +85,55 @@ class Conductor:
     async def answer(self, request: Request, kind: type[GenerationRequest]) -> Response:
         """Answer one generation request, streaming or not."""
         route = "chat" if kind is ChatRequest else "completions"
-        if self._active >= REQUESTS_MAX:
-            self.metrics.requests.labels(route, "503").inc()
-            raise HttpError(
-                503,
-                f"{REQUESTS_MAX} requests are at work: try again later",
-                kind="overloaded_error",
-                code="overloaded",
-            )
-        turn = _Turn(self, request, route)
-        self._active += 1
-        handed_over = False
         try:
-            body = parse(kind, await read_body(request))
-            self.check_model(body.model)
-            jobs = await asyncio.to_thread(self.jobs, body)
-            turn.begin(body, jobs)
-            response: Response
+            self._admit()
+        except HttpError:
+            self.metrics.requests.labels(route, "503").inc()
+            raise
+        outcome: str | None = "500"
+        turn: Turn | None = None
+        try:
+            body = await self._read(request, kind)
+            prompts = await asyncio.to_thread(self._prompts, body)
+            turn = self._turn(request, route, body, prompts)
             if body.stream:
-                first = await while_connected(request, turn.first_events())
-                options = body.stream_options
-                response = _TurnResponse(turn, first, bool(options and options.include_usage))
-                handed_over = True
-            else:
-                response = JSONResponse(await while_connected(request, turn.whole()))
-                turn.end("200")
+                first = await while_connected(request, turn.first_parts())
+                outcome = None  # the response ends the turn
+                return TurnResponse(turn, first, self._limits.send_timeout_s)
+            response = JSONResponse(await while_connected(request, turn.whole()))
+            outcome = "200"
             return response
         except KVPoolError as error:
             shown = http_error(error)
-            turn.end(str(shown.status))
+            outcome = str(shown.status)
             raise shown from error
         except HttpError as error:
-            turn.end(str(error.status))
+            outcome = str(error.status)
             raise
         finally:
-            if not handed_over:
-                turn.end("500")
+            if outcome is not None and turn is not None:
+                turn.end(outcome)
+            elif outcome is not None:
+                self._released(route, outcome)
 
-    def released(self, route: str, outcome: str) -> None:
-        """Count one request that ended."""
-        self._active -= 1
-        self.metrics.requests.labels(route, outcome).inc()
+    async def tokenize(self, request: Request) -> dict[str, object]:
+        """Answer ``/tokenize``."""
+        self._admit()
+        try:
+            body = await self._read(request, TokenizeRequest)
+            return await asyncio.to_thread(self._tokenized, body)
+        finally:
+            self.active -= 1
+
+    async def detokenize(self, request: Request) -> dict[str, object]:
+        """Answer ``/detokenize``."""
+        self._admit()
+        try:
+            body = await self._read(request, DetokenizeRequest)
+            tokens = self.model.known(body.tokens, param="tokens")
+            return {"prompt": await asyncio.to_thread(self.model.text, tokens)}
+        finally:
+            self.active -= 1
 
     def check_model(self, name: str | None) -> None:
         """Raise HttpError 404 for a model that is not served here."""
@@ -134,186 +145,81 @@ class Conductor:
                 code="model_not_found",
             )
 
-    def jobs(self, body: GenerationRequest) -> list[Job]:
-        """Turn a request into jobs, one a prompt. Raises HttpError 400."""
+    def _admit(self) -> None:
+        """Count one more request at work. Raises HttpError 503 if there are too many."""
+        if self.active >= self._limits.requests:
+            raise HttpError(
+                503,
+                f"{self._limits.requests} requests are at work: try again later",
+                kind="overloaded_error",
+                code="overloaded",
+            )
+        self.active += 1
+
+    async def _read(self, request: Request, kind: type[B]) -> B:
+        """Read and check a body."""
+        raw = await read_body(request, self._limits)
+        body = await asyncio.to_thread(parse, kind, raw)
+        self.check_model(body.model)
+        return body
+
+    def _prompts(self, body: GenerationRequest) -> list[Prompt]:
+        """Turn a request into the jobs of its prompts. Raises HttpError 400."""
+        model = self.model
         if isinstance(body, ChatRequest):
-            return [self.model.job(body, self.model.chat_tokens(body.messages))]
+            special = bool(body.add_special_tokens)
+            tokens = model.chat_tokens(body, body.messages, special=special)
+            last = body.messages[-1]
+            echo = (last.content or "") if body.echo and last.role == "assistant" else ""
+            return [Prompt(model.jobs(body, tokens), echo)]
         if not isinstance(body, CompletionRequest):
             raise InternalError(f"a request of kind {type(body).__name__}")
-        prompts = body.prompts()
-        if not 0 < len(prompts) <= PROMPTS_MAX:
-            raise HttpError(400, f"{len(prompts)} prompts: give 1 to {PROMPTS_MAX}", param="prompt")
-        return [self.model.job(body, self.model.prompt_tokens(prompt)) for prompt in prompts]
+        special = body.add_special_tokens is not False
+        prompts = []
+        for prompt in body.prompt:
+            if isinstance(prompt, str):
+                text, tokens = prompt, model.tokens(prompt, special=special)
+            else:
+                tokens = model.known(prompt)
+                text = model.text(tokens) if body.echo else ""
+            prompts.append(Prompt(model.jobs(body, tokens), text if body.echo else ""))
+        return prompts
 
+    def _tokenized(self, body: TokenizeRequest) -> dict[str, object]:
+        if body.messages is not None:
+            special = bool(body.add_special_tokens)
+            tokens = self.model.chat_tokens(body, body.messages, special=special)
+        else:
+            special = body.add_special_tokens is not False
+            tokens = self.model.tokens(body.prompt or "", special=special)
+        shown = [self._texts.text(token) for token in tokens] if body.return_token_strs else None
+        return {
+            "count": len(tokens),
+            "max_model_len": self.model.context_tokens,
+            "tokens": tokens,
+            "token_strs": shown,
+        }
 
-class _Turn:
-    """One HTTP request from its body to its end. ``end`` is called exactly once in effect."""
-
-    def __init__(self, conductor: Conductor, request: Request, route: str) -> None:
-        self._conductor = conductor
-        self._request = request
-        self._route = route
-        self._began = time.monotonic()
-        self._fanout: Fanout | None = None
-        self._outputs: list[Output] = []
-        self._prompt_tokens = 0
-        self._ended = False
-        self._answer = Answer(
-            chat=route == "chat", request_id=uuid.uuid4().hex, model=conductor.model.name
+    def _turn(
+        self, request: Request, route: str, body: GenerationRequest, prompts: list[Prompt]
+    ) -> Turn:
+        answer = Answer(
+            chat=route == "chat", request_id=request_id(request.scope), model=self.model.name
+        )
+        return Turn(
+            body,
+            prompts,
+            answer=answer,
+            dispatcher=self.dispatcher,
+            texts=self._texts,
+            metrics=self.metrics,
+            on_end=lambda outcome: self._released(route, outcome),
         )
 
-    def begin(self, body: GenerationRequest, jobs: list[Job]) -> None:
-        """Start to generate."""
-        self._prompt_tokens = sum(len(job.tokens) for job in jobs)
-        tokenizer = self._conductor.model.tokenizer
-        self._outputs = [Output(tokenizer, body.stops()) for _ in jobs]
-        restart = not body.stream
-        self._fanout = Fanout(
-            [self._conductor.dispatcher.stream(job, restart=restart) for job in jobs]
-        )
-
-    def end(self, outcome: str) -> None:
-        """Cancel what still runs and count the request. Later calls do nothing."""
-        if self._ended:
-            return
-        self._ended = True
-        if self._fanout is not None:
-            self._fanout.close()
-        tokens = self._conductor.metrics.tokens
-        tokens.labels("prompt").inc(self._prompt_tokens)
-        tokens.labels("cached").inc(sum(output.cached_tokens for output in self._outputs))
-        tokens.labels("output").inc(sum(output.tokens for output in self._outputs))
-        self._conductor.released(self._route, outcome)
-
-    async def whole(self) -> dict[str, object]:
-        """Generate to the end and return the answer."""
-        while await self._advance() is not None:
-            pass
-        choices = [
-            self._answer.choice(index, output.text, output.finish_reason or "stop")
-            for index, output in enumerate(self._outputs)
-        ]
-        return self._answer.whole(choices, self._usage())
-
-    async def first_events(self) -> list[dict[str, object]]:
-        """Wait for the first step, so that an error before it is an HTTP error; return its choices."""
-        return await self._advance() or []
-
-    async def stream(
-        self, first: list[dict[str, object]], include_usage: bool
-    ) -> AsyncIterator[bytes]:
-        """Yield server-sent events: role, deltas, finish, usage if asked for, and DONE."""
-        outcome = str(_CLIENT_GONE)
-        try:
-            if self._route == "chat":
-                yield sse(self._chunk([self._answer.delta(0, None, None)], include_usage))
-            choices: list[dict[str, object]] | None = first
-            while choices is not None:
-                for choice in choices:
-                    yield sse(self._chunk([choice], include_usage))
-                choices = await self._advance()
-            if include_usage:
-                yield sse(self._answer.chunk([], usage=self._usage()))
-            yield b"data: [DONE]\n\n"
-            outcome = "200"
-        except KVPoolError as error:
-            shown = http_error(error)
-            outcome = str(shown.status)
-            logger.warning("a stream ended early: %s", error)
-            yield sse(shown.body())
-            yield b"data: [DONE]\n\n"
-        finally:
-            self.end(outcome)
-
-    def _chunk(self, choices: list[dict[str, object]], include_usage: bool) -> dict[str, object]:
-        # With usage asked for, OpenAI puts a null usage in every chunk but the last one.
-        return self._answer.chunk(choices, **({"usage": None} if include_usage else {}))
-
-    async def _advance(self) -> list[dict[str, object]] | None:
-        """Take one step and return what it adds, as choices; None at the end of all outputs."""
-        assert self._fanout is not None
-        try:
-            index, step = await anext(self._fanout)
-        except StopAsyncIteration:
-            return None
-        output = self._outputs[index]
-        if not output.tokens and step.token is not None:
-            self._conductor.metrics.first_token.observe(time.monotonic() - self._began)
-        added = output.push(step)
-        choices = []
-        if added:
-            choices.append(self._answer.delta(index, added, None))
-        if output.finish_reason is not None:
-            choices.append(self._answer.delta(index, "", output.finish_reason))
-            self._fanout.drop(index)
-        return choices
-
-    def _usage(self) -> dict[str, object]:
-        return usage(
-            self._prompt_tokens,
-            sum(output.tokens for output in self._outputs),
-            sum(output.cached_tokens for output in self._outputs),
-        )
-
-
-class _TurnResponse(StreamingResponse):
-    """A stream of events that ends its turn even if the client went away before the first one."""
-
-    def __init__(self, turn: _Turn, first: list[dict[str, object]], include_usage: bool) -> None:
-        super().__init__(
-            turn.stream(first, include_usage),
-            media_type="text/event-stream",
-            headers={"cache-control": "no-cache"},
-        )
-        self._turn = turn
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response."""
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            self._turn.end(str(_CLIENT_GONE))
-
-
-def sse(payload: dict[str, object]) -> bytes:
-    """Encode one server-sent event."""
-    return b"data: " + json.dumps(payload, ensure_ascii=False).encode() + b"\n\n"
-
-
-async def read_body(request: Request) -> bytes:
-    """Return the body. Raises HttpError 413 past BODY_BYTES_MAX, before reading all of it."""
-    parts: list[bytes] = []
-    size = 0
-    async for part in request.stream():
-        size += len(part)
-        if size > BODY_BYTES_MAX:
-            raise HttpError(413, f"the body is larger than {BODY_BYTES_MAX} bytes: send less")
-        parts.append(part)
-    return b"".join(parts)
-
-
-async def while_connected(request: Request, work: Awaitable[T]) -> T:
-    """Await ``work``, but cancel it when the client goes away.
-
-    Raises:
-        HttpError: 499: the client went away.
-    """
-
-    async def gone() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task = asyncio.ensure_future(work)
-    watcher = asyncio.create_task(gone())
-    try:
-        await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise HttpError(_CLIENT_GONE, "the client went away")
-    finally:
-        task.cancel()
-        watcher.cancel()
-        await asyncio.gather(task, watcher, return_exceptions=True)
+    def _released(self, route: str, outcome: str) -> None:
+        """Count one request that ended."""
+        self.active -= 1
+        self.metrics.requests.labels(route, outcome).inc()
 
 
 def create_app(conductor: Conductor) -> FastAPI:
@@ -325,7 +231,8 @@ def create_app(conductor: Conductor) -> FastAPI:
         yield
         await conductor.dispatcher.close()
 
-    app = FastAPI(title="kvpool", lifespan=lifespan, openapi_url=None)
+    app = FastAPI(title="kvpool", lifespan=lifespan, openapi_url=None, redirect_slashes=False)
+    app.add_middleware(RequestIds)
     _add_errors(app)
     _add_probes(app, conductor)
 
@@ -337,28 +244,62 @@ def create_app(conductor: Conductor) -> FastAPI:
     async def completions(request: Request) -> Response:
         return await conductor.answer(request, CompletionRequest)
 
+    @app.post("/tokenize")
+    async def tokenize(request: Request) -> dict[str, object]:
+        return await conductor.tokenize(request)
+
+    @app.post("/detokenize")
+    async def detokenize(request: Request) -> dict[str, object]:
+        return await conductor.detokenize(request)
+
     return app
 
 
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(HttpError)
     async def shaped(_: Request, error: HttpError) -> JSONResponse:
-        headers = {"retry-after": "1"} if error.status == 503 else None
-        return JSONResponse(error.body(), error.status, headers)
+        return JSONResponse(error.body(), error.status, error.headers)
 
     @app.exception_handler(HTTPException)
-    async def routed(_: Request, error: HTTPException) -> JSONResponse:
-        shown = HttpError(error.status_code, str(error.detail))
-        return JSONResponse(shown.body(), error.status_code)
+    async def routed(request: Request, error: HTTPException) -> JSONResponse:
+        what = f"{request.method} {request.url.path[:128]}"
+        allowed = MutableHeaders(error.headers or {}).get("allow", "another method")
+        message = {
+            404: f"there is no route {what}: docs/http.md lists them",
+            405: f"{what} is not allowed: use {allowed}",
+        }.get(error.status_code, str(error.detail))
+        code = {404: "unknown_route", 405: "method_not_allowed"}.get(error.status_code)
+        shown = HttpError(error.status_code, message, code=code, headers=error.headers)
+        return JSONResponse(shown.body(), shown.status, shown.headers)
 
     @app.exception_handler(Exception)
-    async def unexpected(_: Request, error: Exception) -> JSONResponse:
-        shown = HttpError(500, f"a bug in kvpool: {type(error).__name__}", kind="internal_error")
-        return JSONResponse(shown.body(), 500)
+    async def unexpected(request: Request, error: Exception) -> JSONResponse:
+        shown = HttpError(
+            500,
+            f"a bug in kvpool: {type(error).__name__}",
+            kind="internal_error",
+            # This one is sent from outside of the middleware.
+            headers={"x-request-id": request_id(request.scope)},
+        )
+        return JSONResponse(shown.body(), shown.status, shown.headers)
 
 
 def _add_probes(app: FastAPI, conductor: Conductor) -> None:
     model = conductor.model
+    permission: dict[str, Any] = {
+        "id": f"modelperm-{model.name}",
+        "object": "model_permission",
+        "created": conductor.created,
+        "allow_create_engine": False,
+        "allow_sampling": True,
+        "allow_logprobs": True,
+        "allow_search_indices": False,
+        "allow_view": True,
+        "allow_fine_tuning": False,
+        "organization": "*",
+        "group": None,
+        "is_blocking": False,
+    }
     card: dict[str, Any] = {
         "id": model.name,
         "object": "model",
@@ -367,6 +308,7 @@ def _add_probes(app: FastAPI, conductor: Conductor) -> None:
         "root": model.name,
         "parent": None,
         "max_model_len": model.context_tokens,
+        "permission": [permission],
     }
 
     @app.get("/v1/models")
@@ -382,6 +324,18 @@ def _add_probes(app: FastAPI, conductor: Conductor) -> None:
     async def health() -> JSONResponse:
         status, body = conductor.health()
         return JSONResponse(body, status)
+
+    @app.api_route("/ping", methods=["GET", "POST"])
+    async def ping() -> Response:
+        return Response()
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": VERSION}
+
+    @app.get("/load")
+    async def load() -> dict[str, int]:
+        return {"server_load": conductor.active}
 
     @app.get("/metrics")
     async def metrics() -> Response:

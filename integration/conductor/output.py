@@ -6,13 +6,16 @@ cancels them without having to wait. Who calls it: the Conductor's app.
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Final, Self
 
 from kvpool.errors import InternalError, KVPoolError
 from kvpool.integration.conductor.dispatch import Produced
 from kvpool.integration.conductor.text import Decoder, Detokenizer, StopStrings
+from kvpool.integration.runtime.handoff import TopLogprobs
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +26,26 @@ _QUEUED_STEPS: Final = 64
 _ending: set[asyncio.Task[None]] = set()
 
 
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A token of the text, with its logprobs.
+
+    Attributes:
+        token, logprob, top: As the workers say.
+        offset: Where its text begins in the output's text.
+    """
+
+    token: int
+    logprob: float
+    top: TopLogprobs
+    offset: int
+
+
 class Output:
     """One output: its text so far, its counts and how it ended.
+
+    A token is told when all of its text is certain, so those of a stop string never are; one that
+    only begins before a stop string is. Streamed or whole, the same tokens are told.
 
     Args:
         decoder: The model's tokenizer.
@@ -35,6 +56,7 @@ class Output:
         tokens: Tokens produced.
         cached_tokens: Prompt tokens whose KV came from the pool.
         finish_reason: None until it ended.
+        stop_reason: The stop string that ended it, if one did.
     """
 
     def __init__(self, decoder: Decoder, stops: Sequence[str]) -> None:
@@ -49,6 +71,12 @@ class Output:
         self.tokens = 0
         self.cached_tokens = 0
         self.finish_reason: str | None = None
+        self.stop_reason: str | None = None
+        self._decoded = 0  # characters of text, held ones included
+        self._textless: list[Produced] = []  # tokens since the last one that made text
+        self._held: deque[tuple[int, list[Told]]] = deque()  # where their text ends, and who
+        self._told: list[Told] = []
+        self._token_ids: list[int] = []
 
     def push(self, step: Produced) -> str:
         """Take one step and return the text that it adds, perhaps ``""``."""
@@ -59,14 +87,54 @@ class Output:
         added = ""
         if step.token is not None:
             self.tokens += 1
-            added = self._filter.push(self._detokenizer.push(step.token))
+            self._token_ids.append(step.token)
+            self._textless.append(step)
+            added = self._take(self._detokenizer.push(step.token))
         if step.finish_reason is not None:
-            added += self._filter.push(self._detokenizer.finish()) + self._filter.finish()
+            added += self._take(self._detokenizer.finish()) + self._filter.finish()
             self.finish_reason = step.finish_reason
-        if self._filter.hit:
-            self.finish_reason = "stop"
+        if self._filter.hit is not None:
+            self.finish_reason, self.stop_reason = "stop", self._filter.hit
         self.text += added
+        self._tell()
         return added
+
+    def take_token_ids(self) -> list[int]:
+        """Return the tokens since the last call, those of a stop string too."""
+        taken, self._token_ids = self._token_ids, []
+        return taken
+
+    def take_told(self) -> list[Told]:
+        """Return the tokens that were told since the last call."""
+        taken, self._told = self._told, []
+        return taken
+
+    def _take(self, text: str) -> str:
+        """Take decoded text and return what is certain of it."""
+        if text:
+            told = [
+                Told(one.token or 0, one.logprob, one.top, self._decoded) for one in self._textless
+            ]
+            self._textless = []
+            self._decoded += len(text)
+            self._held.append((self._decoded, told))
+        return self._filter.push(text)
+
+    def _tell(self) -> None:
+        """Tell the tokens whose text is certain."""
+        certain = len(self.text)
+        while self._held and self._held[0][0] <= certain:
+            self._told += self._held.popleft()[1]
+        if self._filter.hit is not None:
+            if self._held and self._held[0][1] and self._held[0][1][0].offset < certain:
+                self._told += self._held[0][1]
+            self._held.clear()
+        elif self.finish_reason is not None:
+            # Tokens without any text, at the end.
+            self._told += [
+                Told(one.token or 0, one.logprob, one.top, certain) for one in self._textless
+            ]
+            self._textless = []
 
 
 class Fanout:

@@ -1,88 +1,90 @@
-"""The OpenAI HTTP surface as data: requests, checked strictly, and the objects that answer them.
+"""The requests of the OpenAI HTTP surface as data, checked strictly.
 
-Owns names and shapes only. A field that would change the output and is not supported is refused,
-never ignored. Who calls it: the Conductor's app.
+Owns names, shapes and limits of request bodies. A field that would change the output and is not
+supported is refused, never ignored; other unknown fields are ignored. Who calls it: the Conductor's
+app and its model.
 """
 
-import time
-from typing import Annotated, Any, Final, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
-
-from kvpool.errors import (
-    CapacityError,
-    ClosedError,
-    KVPoolError,
-    TransferTimeoutError,
-    UnavailableError,
-    UsageError,
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
 )
+from pydantic_core import PydanticCustomError
+
+from kvpool.integration.conductor.http_error import HttpError
+from kvpool.integration.runtime.sampling import TOP_LOGPROBS_MAX
 
 # The OpenAI API's own limits.
 STOP_STRINGS_MAX: Final = 4
 STOP_CHARACTERS_MAX: Final = 256
-# Prompts of one completion request, each of which is a request of its own to the workers.
-PROMPTS_MAX: Final = 16
-
-Unsupported = Any
-
-
-class HttpError(Exception):
-    """An answer that is an error object of the OpenAI API.
-
-    Args:
-        status: HTTP status, 4xx or 5xx.
-        message: For a person: what is wrong and what to do.
-        kind: ``type`` of the error object.
-        param: The request's field it is about, if any.
-        code: Short word for a program, if any.
-    """
-
-    def __init__(
-        self,
-        status: int,
-        message: str,
-        *,
-        kind: str = "invalid_request_error",
-        param: str | None = None,
-        code: str | None = None,
-    ) -> None:
-        super().__init__(message)
-        self.status = status
-        self.kind = kind
-        self.param = param
-        self.code = code
-
-    def body(self) -> dict[str, object]:
-        """Return the error object."""
-        return {
-            "error": {
-                "message": str(self),
-                "type": self.kind,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
+LOGIT_BIAS_MAX: Final = 300
+# Choices of one request: prompts times ``n``. Each is a request of its own to the workers.
+CHOICES_MAX: Final = 128
+STOP_TOKENS_MAX: Final = 64
+NAME_CHARACTERS_MAX: Final = 256
 
 
-def http_error(error: KVPoolError) -> HttpError:
-    """Say over HTTP what an error of the workers means for the client."""
-    if isinstance(error, UsageError):
-        return HttpError(400, str(error))
-    if isinstance(error, CapacityError):
-        return HttpError(503, str(error), kind="overloaded_error", code="overloaded")
-    if isinstance(error, TransferTimeoutError):
-        return HttpError(504, str(error), kind="timeout_error", code="timeout")
-    if isinstance(error, UnavailableError | ClosedError):
-        return HttpError(503, str(error), kind="unavailable_error", code="worker_unavailable")
-    return HttpError(500, str(error), kind="internal_error", code="internal")
+def _wrong(message: str, param: str | None = None) -> PydanticCustomError:
+    """Make the error for a field; ``param`` names it where pydantic cannot know."""
+    return PydanticCustomError("refused", "{message}", {"message": message, "param": param})
 
 
-class TextPart(BaseModel):
-    """A part of a message's content."""
+def _as_stops(value: object) -> object:
+    stops = [value] if isinstance(value, str) else value
+    if stops is None:
+        return []
+    if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
+        raise _wrong("give a string or a list of strings")
+    if len(stops) > STOP_STRINGS_MAX:
+        raise _wrong(f"{len(stops)} stop strings: give at most {STOP_STRINGS_MAX}")
+    if not all(0 < len(stop) <= STOP_CHARACTERS_MAX for stop in stops):
+        raise _wrong(f"a stop string has 1 to {STOP_CHARACTERS_MAX} characters")
+    return stops
 
-    type: Literal["text"]
-    text: str
+
+def _as_prompts(value: object) -> object:
+    one = [value] if isinstance(value, str) or _are_tokens(value) else value
+    if not isinstance(one, list) or not all(
+        isinstance(prompt, str) or _are_tokens(prompt) for prompt in one
+    ):
+        raise _wrong("give a string, a list of strings, a list of tokens or a list of such lists")
+    return one
+
+
+def _are_tokens(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+
+
+def _as_text(value: object) -> object:
+    """Join the parts of a message's content."""
+    if not isinstance(value, list):
+        return value
+    texts = []
+    for part in value:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if not isinstance(part, dict) or kind != "text" or not isinstance(part.get("text"), str):
+            raise _wrong(f"a part of type {str(kind)[:32]!r} is not supported: send text parts")
+        texts.append(part["text"])
+    return "".join(texts)
+
+
+def _as_biases(value: object) -> object:
+    biases = {} if value is None else value
+    # A sign or an underscore would pass int(), so would other scripts' digits.
+    if not isinstance(biases, dict) or not all(
+        len(key) <= 10 and key.isascii() and key.isdigit() for key in biases
+    ):
+        raise _wrong('give an object whose keys are token ids, as in {"42": -100}')
+    if len(biases) > LOGIT_BIAS_MAX:
+        raise _wrong(f"{len(biases)} tokens: give at most {LOGIT_BIAS_MAX}")
+    return [(int(key), bias) for key, bias in biases.items()]
 
 
 class Message(BaseModel):
@@ -90,174 +92,237 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
-    role: str = Field(min_length=1)
-    content: str | list[TextPart] | None = None
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: Annotated[str | None, BeforeValidator(_as_text)] = None
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Self:
+        if self.content is None and self.role != "assistant":
+            raise _wrong(f"a message of role {self.role} has no content: give a string")
+        return self
+
+    def fields(self) -> dict[str, Any]:
+        """Return what a chat template sees. Templates know no developer: it is a system's message."""
+        role = "system" if self.role == "developer" else self.role
+        return self.model_dump(exclude_none=True) | {"role": role, "content": self.content or ""}
 
 
 class StreamOptions(BaseModel):
     """``include_usage`` asks for one more chunk, with the usage and no choices."""
 
+    model_config = ConfigDict(strict=True)
+
     include_usage: bool | None = None
 
 
-Stop = Annotated[str, Field(min_length=1, max_length=STOP_CHARACTERS_MAX)]
+class Body(BaseModel):
+    """What all bodies have in common. Unknown fields are kept, and nobody looks at them.
+
+    Attributes:
+        refused: Names of fields that are not supported, each with values that ask for nothing.
+    """
+
+    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
+    refused: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+
+    model: str | None = Field(default=None, max_length=NAME_CHARACTERS_MAX)
+
+    @model_validator(mode="after")
+    def _refuse_unsupported(self) -> Self:
+        unknown = self.model_extra or {}
+        for name, harmless in self.refused.items():
+            if unknown.get(name) is not None and unknown[name] not in harmless:
+                raise _wrong(f"{name} is not supported here: leave it out", name)
+        return self
 
 
-class GenerationRequest(BaseModel):
-    """What chat and plain completions have in common. Unknown fields are ignored, as OpenAI does."""
+class ChatInput(BaseModel):
+    """How a conversation becomes a prompt: fields that chat completions and ``/tokenize`` share."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
 
-    model: str | None = None
+    @model_validator(mode="after")
+    def _one_end(self) -> Self:
+        if self.continue_final_message and self.add_generation_prompt:
+            raise _wrong(
+                "continue_final_message needs add_generation_prompt to be false",
+                "continue_final_message",
+            )
+        return self
+
+
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class GenerationRequest(Body):
+    """What chat and plain completions have in common."""
+
+    refused: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "min_p": (0,),
+        "repetition_penalty": (1,),
+        "length_penalty": (1,),
+        "min_tokens": (0,),
+        "bad_words": ([],),
+        "use_beam_search": (False,),
+        "prompt_logprobs": (),
+        "prompt_embeds": (),
+        "allowed_token_ids": ([],),
+        "logits_processors": ([],),
+        "truncate_prompt_tokens": (),
+        "skip_special_tokens": (True,),
+        "include_stop_str_in_output": (False,),
+        "return_tokens_as_token_ids": (False,),
+        "structured_outputs": ({},),
+        "guided_json": (),
+        "guided_regex": (),
+        "guided_choice": (),
+        "guided_grammar": (),
+        "response_format": ({"type": "text"},),
+        "kv_transfer_params": ({},),
+    }
+
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: float | None = Field(default=None, ge=0, le=2)
     top_p: float | None = Field(default=None, gt=0, le=1)
-    top_k: int | None = Field(default=None, ge=0)
+    top_k: int | None = Field(default=None, ge=-1)
     seed: int | None = None
-    stop: Stop | Annotated[list[Stop], Field(max_length=STOP_STRINGS_MAX)] | None = None
+    n: int | None = Field(default=None, ge=1, le=CHOICES_MAX)
+    stop: Annotated[list[str], BeforeValidator(_as_stops)] = []
+    stop_token_ids: list[int] | None = Field(default=None, max_length=STOP_TOKENS_MAX)
+    ignore_eos: bool | None = None
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    logit_bias: Annotated[list[tuple[int, Bias]], BeforeValidator(_as_biases)] = []
     cache_salt: str | None = Field(default=None, min_length=1, max_length=128)
-    n: int | None = None
-    logprobs: Unsupported = None
-    logit_bias: Unsupported = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
+    echo: bool | None = None
+    add_special_tokens: bool | None = None
+    return_token_ids: bool | None = None
+    # Accepted for their sake who send them; they change nothing here.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    priority: int | None = None
 
     @model_validator(mode="after")
-    def _refuse_unsupported(self) -> "GenerationRequest":
+    def _options_need_a_stream(self) -> Self:
         if self.stream_options is not None and not self.stream:
-            raise ValueError("stream_options is only allowed when stream is true")
-        neutral = {"n": 1, "presence_penalty": 0, "frequency_penalty": 0}
-        for name in self.unsupported():
-            value = getattr(self, name)
-            if value and value != neutral.get(name):
-                raise ValueError(f"{name} is not supported here: leave it out")
+            raise _wrong("stream_options needs stream to be true", "stream_options")
         return self
 
-    def unsupported(self) -> tuple[str, ...]:
-        """Names of fields that would change the output and are not supported."""
-        return ("n", "logprobs", "logit_bias", "presence_penalty", "frequency_penalty")
+    @property
+    def choices(self) -> int:
+        """How many outputs each prompt gets."""
+        return self.n or 1
 
-    def stops(self) -> list[str]:
-        """Return the stop strings."""
-        if self.stop is None:
-            return []
-        return [self.stop] if isinstance(self.stop, str) else self.stop
+    def alternatives(self) -> int | None:
+        """How many of the likeliest tokens are to be told; None if no logprobs are."""
+        raise NotImplementedError
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(GenerationRequest, ChatInput):
     """Body of ``POST /v1/chat/completions``."""
+
+    refused: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **GenerationRequest.refused,
+        "tools": ([],),
+        "functions": ([],),
+        "tool_choice": ("none", "auto"),
+        "function_call": ("none", "auto"),
+        "modalities": (["text"],),
+        "audio": (),
+        "web_search_options": (),
+        "documents": ([],),
+        "chat_template": (),
+        "mm_processor_kwargs": ({},),
+    }
 
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
-    tools: Unsupported = None
-    functions: Unsupported = None
-    response_format: dict[str, Any] | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(default=None, ge=0, le=TOP_LOGPROBS_MAX)
 
     @model_validator(mode="after")
-    def _only_text(self) -> "ChatRequest":
-        if self.response_format and self.response_format.get("type") != "text":
-            raise ValueError("response_format other than text is not supported here: leave it out")
+    def _top_needs_logprobs(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise _wrong("top_logprobs needs logprobs to be true", "top_logprobs")
         return self
 
-    def unsupported(self) -> tuple[str, ...]:
-        """As in the base class, and tools."""
-        return (*super().unsupported(), "tools", "functions")
-
-
-Prompt = str | list[int] | list[str] | list[list[int]]
+    def alternatives(self) -> int | None:
+        """See the base class."""
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
 class CompletionRequest(GenerationRequest):
     """Body of ``POST /v1/completions``."""
 
-    prompt: Prompt
+    refused: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **GenerationRequest.refused,
+        "suffix": ("",),
+    }
+
+    prompt: Annotated[list[str | list[int]], BeforeValidator(_as_prompts)]
+    logprobs: int | None = Field(default=None, ge=0, le=TOP_LOGPROBS_MAX)
     best_of: int | None = None
-    echo: bool | None = None
-    suffix: str | None = None
 
-    def unsupported(self) -> tuple[str, ...]:
-        """As in the base class, and what only this route has."""
-        return (*super().unsupported(), "best_of", "echo", "suffix")
+    @model_validator(mode="after")
+    def _choices_are_few(self) -> Self:
+        if self.best_of not in (None, self.choices):
+            raise _wrong("best_of is not supported here: leave it out", "best_of")
+        if self.echo and self.logprobs is not None:
+            raise _wrong("logprobs with echo is not supported here: leave one out", "logprobs")
+        count = len(self.prompt) * self.choices
+        if not 0 < count <= CHOICES_MAX:
+            raise _wrong(f"{count} choices: give prompts for 1 to {CHOICES_MAX}", "prompt")
+        return self
 
-    def prompts(self) -> list[str | list[int]]:
-        """Return the prompts, each a text or tokens."""
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        if all(isinstance(item, int) for item in self.prompt):
-            return [[item for item in self.prompt if isinstance(item, int)]]
-        return [item for item in self.prompt if not isinstance(item, int)]
+    def alternatives(self) -> int | None:
+        """See the base class."""
+        return self.logprobs
 
 
-def parse(kind: type[GenerationRequest], body: bytes) -> GenerationRequest:
+class TokenizeRequest(Body, ChatInput):
+    """Body of ``POST /tokenize``: a text or a conversation."""
+
+    refused: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "chat_template": (),
+        "tools": ([],),
+        "mm_processor_kwargs": ({},),
+    }
+
+    prompt: str | None = None
+    messages: list[Message] | None = Field(default=None, min_length=1)
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> Self:
+        if (self.prompt is None) == (self.messages is None):
+            raise _wrong("give either prompt or messages", "prompt")
+        return self
+
+
+class DetokenizeRequest(Body):
+    """Body of ``POST /detokenize``."""
+
+    tokens: list[int]
+
+
+B = TypeVar("B", bound=Body)
+
+
+def parse(kind: type[B], body: bytes) -> B:
     """Check a body. Raises HttpError 400 that names the first field that is wrong."""
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
+        first = error.errors(include_url=False, include_input=False)[0]
         path = [str(step) for step in first["loc"]]
         where = ".".join(path)
         message = f"{where}: {first['msg']}" if where else str(first["msg"])
-        raise HttpError(400, message, param=path[0] if path else None) from error
-
-
-def usage(prompt_tokens: int, completion_tokens: int, cached_tokens: int) -> dict[str, object]:
-    """Return a ``usage`` object."""
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
-    }
-
-
-class Answer:
-    """The envelope that every object of one answer shares.
-
-    Args:
-        chat: True for chat completions.
-        request_id: Ends the ``id``.
-        model: Name of the model.
-    """
-
-    def __init__(self, *, chat: bool, request_id: str, model: str) -> None:
-        self._chat = chat
-        self._id = f"{'chatcmpl' if chat else 'cmpl'}-{request_id}"
-        self._created = int(time.time())
-        self._model = model
-
-    def whole(self, choices: list[dict[str, object]], used: dict[str, object]) -> dict[str, object]:
-        """Return the answer of a request that does not stream."""
-        kind = "chat.completion" if self._chat else "text_completion"
-        return self._envelope(kind, choices) | {"usage": used}
-
-    def chunk(self, choices: list[dict[str, object]], **more: object) -> dict[str, object]:
-        """Return one object of a stream."""
-        kind = "chat.completion.chunk" if self._chat else "text_completion"
-        return self._envelope(kind, choices) | more
-
-    def choice(self, index: int, text: str, finish_reason: str) -> dict[str, object]:
-        """Return a whole choice."""
-        body: dict[str, object] = {"index": index, "finish_reason": finish_reason, "logprobs": None}
-        if self._chat:
-            return body | {"message": {"role": "assistant", "content": text}}
-        return body | {"text": text}
-
-    def delta(self, index: int, text: str | None, finish_reason: str | None) -> dict[str, object]:
-        """Return a part of a choice. ``text`` None is the role that begins a chat's choice."""
-        body: dict[str, object] = {"index": index, "finish_reason": finish_reason, "logprobs": None}
-        if not self._chat:
-            return body | {"text": text or ""}
-        if text is None:
-            return body | {"delta": {"role": "assistant", "content": ""}}
-        return body | {"delta": {"content": text} if text or not finish_reason else {}}
-
-    def _envelope(self, kind: str, choices: list[dict[str, object]]) -> dict[str, object]:
-        return {
-            "id": self._id,
-            "object": kind,
-            "created": self._created,
-            "model": self._model,
-            "choices": choices,
-        }
+        param = first.get("ctx", {}).get("param") or (path[0] if path else None)
+        raise HttpError(400, message, param=param) from error

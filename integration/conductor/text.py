@@ -66,25 +66,26 @@ class StopStrings:
     """Cuts a text at the first stop string, holding back what may be the beginning of one.
 
     Attributes:
-        hit: True once a stop string was met. It and what follows are dropped.
+        hit: The stop string that was met, if any. It and what follows are dropped. It is the one
+            that was complete first, and the longest of those, however the text was split.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
-        self.hit = False
+        self.hit: str | None = None
 
     def push(self, text: str) -> str:
         """Take more text and return what is certainly before any stop string."""
-        if self.hit:
+        if self.hit is not None:
             return ""
         if not self._stops:
             return text
         self._held += text
-        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         if found:
-            self.hit = True
-            return self._held[: min(found)]
+            at, self.hit = min(found, key=lambda place: (place[0] + len(place[1]), place[0]))
+            return self._held[:at]
         keep = self._unsure()
         certain, self._held = (
             self._held[: len(self._held) - keep],
@@ -94,7 +95,7 @@ class StopStrings:
 
     def finish(self) -> str:
         """Return what was held back: no stop string followed."""
-        rest, self._held = ("" if self.hit else self._held), ""
+        rest, self._held = (self._held if self.hit is None else ""), ""
         return rest
 
     def _unsure(self) -> int:

@@ -55,7 +55,7 @@ class Script:
                 for number in range(1, request.max_tokens):
                     if number == last:
                         raise PeerUnreachableError("broken")
-                    yield RunEvent(token=10 + number)
+                    yield RunEvent(token=10 + number, logprob=-float(number), top=((number, -0.5),))
             yield RunEvent(finish_reason="length")
         finally:
             self.running -= 1
@@ -66,7 +66,7 @@ class Script:
         if self.prefill_errors:
             raise self.prefill_errors.pop()
         await self.gate.wait()
-        return Prefilled(token=self.first_token, logprob=-1.0, cached_tokens=2)
+        return Prefilled(token=self.first_token, logprob=-0.25, cached_tokens=2)
 
     async def status(self, _: Empty) -> WorkerStatus:
         return WorkerStatus(
@@ -116,8 +116,8 @@ async def everything(
 
 
 WHOLE = [
-    Produced(token=10, cached_tokens=2),
-    *(Produced(token=token) for token in (11, 12, 13)),
+    Produced(token=10, logprob=-0.25, cached_tokens=2),
+    *(Produced(token=10 + n, logprob=-float(n), top=((n, -0.5),)) for n in (1, 2, 3)),
     Produced(finish_reason="length"),
 ]
 

@@ -62,16 +62,15 @@ def test_stop_strings_cut_the_same_however_the_text_is_split(
         at += size
     hit = filtered.hit
     out += filtered.finish()
-    assert hit == any(stop in text for stop in stops)
-    if not hit:
-        assert out == text
+    # The stop string that is complete first; of those that end there, the one that begins first.
+    places = [
+        (text.find(stop) + len(stop), text.find(stop), stop) for stop in stops if stop in text
+    ]
+    if places:
+        _, begin, stop = min(places)
+        assert (out, hit) == (text[:begin], stop)
     else:
-        # The stop string that was complete first, at its earliest place.
-        ends = [text.find(stop) + len(stop) for stop in stops if stop in text]
-        seen = text[: min(ends)]
-        assert text.startswith(out)
-        assert not any(stop in out for stop in stops)
-        assert len(out) < len(seen) or out == ""
+        assert (out, hit) == (text, None)
 
 
 def test_what_may_begin_a_stop_string_is_held_back() -> None:
@@ -84,7 +83,7 @@ def test_what_may_begin_a_stop_string_is_held_back() -> None:
         "",
         "",
     ]
-    assert filtered.hit
+    assert filtered.hit == "END"
 
 
 def test_an_output_counts_and_begins_anew() -> None:
@@ -95,7 +94,64 @@ def test_an_output_counts_and_begins_anew() -> None:
     assert (output.text, output.tokens, output.cached_tokens) == ("", 0, 0)
     assert output.push(Produced(token=105)) == "i"
     assert output.push(Produced(token=33)) == ""
-    assert (output.finish_reason, output.text) == ("stop", "i")
+    assert (output.finish_reason, output.stop_reason, output.text) == ("stop", "!", "i")
     other = Output(Bytes(), [])
     other.push(Produced(token=0xE2))
     assert other.push(Produced(finish_reason="length")) == "\ufffd"
+
+
+def told(output: Output) -> list[tuple[int, int]]:
+    return [(one.token, one.offset) for one in output.take_told()]
+
+
+def test_a_token_is_told_when_its_text_is_certain() -> None:
+    output = Output(Bytes(), ["no!"])
+    seen = []
+    for token in b"\xc3\xa4nono":
+        output.push(Produced(token=token, logprob=-0.5))
+        seen.append(told(output))
+    # Half of a character has no text; "n" and "no" may begin the stop string.
+    half, character = (0xC3, 0), (0xA4, 0)
+    assert seen == [[], [half, character], [], [], [(110, 1), (111, 2)], []]
+    assert output.take_token_ids() == list(b"\xc3\xa4nono")
+    output.push(Produced(token=33))
+    assert (output.finish_reason, output.text, told(output)) == ("stop", "\xe4no", [])
+    assert output.take_token_ids() == [33]
+
+
+class Words:
+    """A tokenizer whose tokens are words."""
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        return "".join(["ab", "cd", "ef"][token] for token in token_ids)
+
+
+def test_a_token_that_only_begins_before_a_stop_string_is_told() -> None:
+    output = Output(Words(), ["dx", "de"])
+    for token in (0, 1, 2):
+        output.push(Produced(token=token))
+    assert (output.text, output.stop_reason, told(output)) == ("abc", "de", [(0, 0), (1, 2)])
+
+
+def test_held_tokens_are_told_at_the_end() -> None:
+    output = Output(Bytes(), ["xyz"])
+    for token in (120, 121, 256):
+        output.push(Produced(token=token))
+    assert told(output) == []
+    assert output.push(Produced(finish_reason="length")) == "xy"
+    assert told(output) == [(120, 0), (121, 1), (256, 2)]
+
+
+@given(st.binary(max_size=24), st.lists(st.text("ab\xe4", min_size=1, max_size=3), max_size=2))
+def test_streamed_or_whole_the_same_tokens_are_told(raw: bytes, stops: list[str]) -> None:
+    whole, streamed = Output(Bytes(), stops), Output(Bytes(), stops)
+    parts: list[tuple[int, int]] = []
+    for step in [*(Produced(token=token) for token in raw), Produced(finish_reason="length")]:
+        for output in (whole, streamed):
+            if output.finish_reason is None:
+                output.push(step)
+        parts += told(streamed)
+    assert parts == told(whole)
+    assert [token for token, _ in parts] == list(raw[: len(parts)])
+    if whole.stop_reason is None:
+        assert len(parts) == len(raw)
