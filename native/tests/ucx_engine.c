@@ -96,6 +96,14 @@ static uint64_t connect_to(side *client, const char *host, uint16_t port, const 
     return endpoint;
 }
 
+static void test_wake(side *it)
+{
+    kvp_ucx_event event;
+    kvp_ucx_wake_events(it->engine);
+    CHECK(kvp_ucx_next_event(it->engine, 3600 * SECOND, &event) == KVP_MISS);
+    CHECK(kvp_ucx_next_event(it->engine, 0, &event) == KVP_MISS);
+}
+
 static void test_put(side *server, side *client, uint16_t port)
 {
     uint64_t endpoint = connect_to(client, "127.0.0.1", port, server->incarnation);
@@ -255,6 +263,7 @@ int main(int argc, char **argv)
     test_bad_settings();
     side server = open_side(1, "127.0.0.1"), client = open_side(2, "127.0.0.1");
     uint16_t port = listen_on(&server);
+    test_wake(&server);
     test_put(&server, &client, port);
     char text[256] = "";
     CHECK(kvp_ucx_put_protocol(client.engine, text, sizeof(text)) == KVP_OK);
