@@ -1,7 +1,8 @@
 """``kvpool-serve``: one command that serves a model on this machine behind the OpenAI HTTP API.
 
-Owns the command line and the order of start and stop: a pool process, a prefill and a decode worker,
-and the Conductor in this process. Who calls it: people, from a shell.
+Owns the command line, the order of start and stop (a pool process, prefill and decode workers, and
+the Conductor in this process), and the end of a process that stays silent. Who calls it: people,
+from a shell.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,12 +27,20 @@ import uvicorn
 from fastapi import FastAPI
 from tqdm import tqdm
 
-from kvpool.client.protocol import CONTROL_SOCKET
+from kvpool.client import protocol
+from kvpool.client.rpc import AsyncCaller
 from kvpool.completion import Deadline
 from kvpool.config import RUN_DIR_BYTES_MAX, RuntimeConfig, parse_size
-from kvpool.errors import ConfigError, KVPoolError, UnavailableError, UsageError
+from kvpool.errors import (
+    ConfigError,
+    KVPoolError,
+    PeerUnreachableError,
+    UnavailableError,
+    UsageError,
+)
 from kvpool.integration.conductor.app import Conductor, create_app
-from kvpool.integration.conductor.dispatch import Dispatcher, WorkerLink
+from kvpool.integration.conductor.dispatch import Dispatcher
+from kvpool.integration.conductor.links import Heartbeat, WorkerLink
 from kvpool.integration.conductor.model import ModelText
 from kvpool.integration.process import leave
 from kvpool.integration.supervisor import Supervisor
@@ -38,11 +48,16 @@ from kvpool.transfer.choice import TRANSPORT_KINDS, TransportKind
 
 logger = logging.getLogger(__name__)
 
-PREFILL_NAME: Final = "p0"
-DECODE_NAME: Final = "d0"
+POOL_NAME: Final = "pool"
+# More workers of a role than this are a slip of the finger.
+WORKERS_MAX: Final = 64
+# A process that is there but has not answered for this long is killed and started again: nothing
+# brings a stopped process back but whoever stopped it. Its requests have gone elsewhere long before.
+SILENT_KILL_S: Final = 20.0
 # Open connections get this long at the end; the rest of stop_timeout_s is for the processes.
 _HTTP_GRACE_S: Final = 1.0
 _POLL_S: Final = 0.05
+_SILENCE_CHECK_S: Final = 0.5
 # Left at the end for what is not waiting: reaping processes, removing files.
 _REAP_S: Final = 0.5
 
@@ -53,10 +68,12 @@ examples:
   kvpool-serve                                   the demo model, SmolLM2-135M-Instruct
   kvpool-serve --model ./Llama-3.2-1B --port 9000
   kvpool-serve --dram 8GiB                       keep more KV blocks between requests
+  kvpool-serve --prefill 2 --decode 2            more workers, that share the processors
 
-Prompts are computed by a prefill process, streamed layer by layer to a decode process, and kept in
+Prompts are computed by prefill processes, streamed layer by layer to decode processes, and kept in
 a pool process, where later prompts that begin alike find them (usage.prompt_tokens_details
-.cached_tokens in the answers). /health says how the processes are, /metrics counts.
+.cached_tokens in the answers). A request goes to the least loaded worker that answers; a process
+that dies is started again. /health says how the processes are, /metrics counts.
 The API has no authentication: keep --host on loopback unless the network is trusted.
 """
 
@@ -70,8 +87,9 @@ class ServeOptions:
         cache_dir: Where the demo's converted model is kept.
         run_dir: Folder of the sockets; None makes one.
         trace_dir: Where workers write their events; None writes none.
-        outbox_bytes: Staging of layer slices in the prefill worker.
+        outbox_bytes: Staging of layer slices in each prefill worker.
         threads: Threads that compute, in each worker.
+        prefill, decode: How many workers of each role.
         transport: How KV blocks travel between the processes.
     """
 
@@ -81,7 +99,15 @@ class ServeOptions:
     trace_dir: Path | None
     outbox_bytes: int
     threads: int
+    prefill: int
+    decode: int
     transport: TransportKind
+
+    @property
+    def workers(self) -> dict[str, str]:
+        """Role of each worker, by its name: p0, p1, .. and d0, d1, ..."""
+        prefill = {f"p{number}": "prefill" for number in range(self.prefill)}
+        return prefill | {f"d{number}": "decode" for number in range(self.decode)}
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -102,6 +128,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     option("--host", defaults.host, "address to listen at")
     option("--port", defaults.port, "port to listen at; 0 picks a free one", int)
+    option("--prefill", 1, "prefill workers: each computes one prompt at a time", int)
+    option("--decode", 1, "decode workers: each runs many requests at a time", int)
     option("--device", defaults.device, "torch device to compute on")
     option("--dtype", defaults.dtype, "of weights, compute and KV; on a CPU float32 is fastest")
     option("--dram", "1GiB", "memory of the pool, kept between requests")
@@ -109,8 +137,12 @@ def make_parser() -> argparse.ArgumentParser:
     option("--block-tokens", defaults.block_tokens, "tokens of a block, a multiple of 16", int)
     option("--chunk-tokens", defaults.chunk_tokens, "most prompt tokens in one forward", int)
     option("--running-max", defaults.running_max, "most requests in one decode step", int)
-    option("--threads", default_threads(), "threads that compute, in each worker", int)
-    option("--outbox-bytes", "64MiB", "staging of layers on their way to the decode worker")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        help="threads that compute, in each worker (default: the processors, shared by all workers)",
+    )
+    option("--outbox-bytes", "64MiB", "staging of layers on their way to decode workers")
     option("--request-timeout-s", defaults.request_timeout_s, "longest life of a request", float)
     option("--cache-dir", Path.home() / ".cache" / "kvpool", "where the demo model is kept", Path)
     parser.add_argument(
@@ -126,14 +158,20 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def default_threads() -> int:
-    """Return half of the processors: prefill and decode compute at the same time."""
-    return max(1, len(os.sched_getaffinity(0)) // 2)
+def default_threads(workers: int) -> int:
+    """Return the share of the processors that each worker gets: all compute at the same time."""
+    return max(1, len(os.sched_getaffinity(0)) // workers)
 
 
 def parse_arguments(argv: Sequence[str] | None) -> ServeOptions:
     """Read the command line. Raises ConfigError, or exits with 2 as argparse does."""
     options = make_parser().parse_args(argv)
+    for role in ("prefill", "decode"):
+        count = getattr(options, role)
+        if not 1 <= count <= WORKERS_MAX:
+            raise ConfigError(f"--{role} is {count}: use 1 to {WORKERS_MAX} workers", key=role)
+    if options.threads is None:
+        options.threads = default_threads(options.prefill + options.decode)
     if options.threads < 1:
         raise ConfigError(f"--threads is {options.threads}: use 1 or more", key="threads")
     if options.model and not Path(options.model).is_dir():
@@ -158,6 +196,8 @@ def parse_arguments(argv: Sequence[str] | None) -> ServeOptions:
         trace_dir=options.trace_dir,
         outbox_bytes=parse_size(options.outbox_bytes, key="--outbox-bytes"),
         threads=options.threads,
+        prefill=options.prefill,
+        decode=options.decode,
         transport=options.transport,
     )
 
@@ -225,14 +265,12 @@ def child_commands(options: ServeOptions, model: Path, run_dir: Path) -> dict[st
     )
 
     def worker(role: str, name: str) -> tuple[str, ...]:
-        trace = options.trace_dir and ("--trace", str(options.trace_dir / f"{role}.jsonl"))
+        trace = options.trace_dir and ("--trace", str(options.trace_dir / f"{name}.jsonl"))
         module = f"kvpool.integration.runtime.{role}"
         return (*python, module, *shared, "--name", name, *(trace or ()))
 
-    return {
-        "pool": (*python, "kvpool.server.main", *pool),
-        "prefill": worker("prefill", PREFILL_NAME),
-        "decode": worker("decode", DECODE_NAME),
+    return {POOL_NAME: (*python, "kvpool.server.main", *pool)} | {
+        name: worker(role, name) for name, role in options.workers.items()
     }
 
 
@@ -302,19 +340,31 @@ async def serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
     supervisor = Supervisor(child_commands(options, model, run_dir))
+    links = {name: WorkerLink(name, f"unix:{run_dir / name}.sock") for name in options.workers}
     dispatcher = Dispatcher(
-        WorkerLink("prefill", f"unix:{run_dir / PREFILL_NAME}.sock"),
-        WorkerLink("decode", f"unix:{run_dir / DECODE_NAME}.sock"),
+        [links[name] for name, role in options.workers.items() if role == "prefill"],
+        [links[name] for name, role in options.workers.items() if role == "decode"],
         request_timeout_s=runtime.request_timeout_s,
     )
+    pool_caller = AsyncCaller(f"unix:{run_dir / protocol.CONTROL_SOCKET}")
+    pool = Heartbeat(POOL_NAME, lambda s: pool_caller.call(protocol.STATS, protocol.Done(), s))
+    hearts = (pool, *links.values())
+    watchers: list[asyncio.Task[None]] = []
     http: _Http | None = None
     try:
         await supervisor.start()
         text = await asyncio.to_thread(ModelText.load, model, name)
-        ready = _ready(dispatcher, run_dir, runtime.start_timeout_s)
+        ready = _ready(hearts, runtime.start_timeout_s)
         if not await _first(ready, supervisor.failed_start(), stop.wait()):
             return
-        conductor = Conductor(dispatcher, text, supervisor.problems)
+        silent = end_silent(hearts, supervisor, start_timeout_s=runtime.start_timeout_s)
+        watchers += [asyncio.create_task(pool.watch()), asyncio.create_task(silent)]
+
+        def problems() -> list[str]:
+            silence = [] if pool.alive else [f"process {POOL_NAME} does not answer"]
+            return supervisor.problems() + silence
+
+        conductor = Conductor(dispatcher, text, problems)
         http = _Http(create_app(conductor), listener)
         await http.start(runtime.start_timeout_s)
         print(_banner(runtime.host, listener.getsockname()[1], name), flush=True)
@@ -323,27 +373,48 @@ async def serve(
     finally:
         if http is not None:
             await http.stop()
+        for watcher in watchers:
+            watcher.cancel()
         await supervisor.stop(runtime.stop_timeout_s - 2 * _HTTP_GRACE_S - _REAP_S)
         await dispatcher.close()
+        await pool_caller.close()
 
 
-async def _ready(dispatcher: Dispatcher, run_dir: Path, timeout_s: float) -> None:
+async def end_silent(
+    hearts: Sequence[Heartbeat], supervisor: Supervisor, *, start_timeout_s: float
+) -> None:
+    """Kill processes that stay silent, or do not come up, until cancelled.
+
+    Args:
+        hearts: Of processes that are the supervisor's children by the same names.
+        supervisor: Starts them again.
+        start_timeout_s: Longest time from the start of a process to its first answer.
+    """
+    while True:
+        await asyncio.sleep(_SILENCE_CHECK_S)
+        for heart in hearts:
+            # Not what its predecessor did: that one may have been silent until it was killed.
+            age_s = time.monotonic() - supervisor.children[heart.name].began
+            if min(age_s, _since_s(heart.silent_since)) > SILENT_KILL_S:
+                supervisor.kill(heart.name, f"no answer for {SILENT_KILL_S:.0f} s")
+            elif min(age_s, _since_s(heart.down_since)) > start_timeout_s:
+                supervisor.kill(heart.name, f"not up within {start_timeout_s:.0f} s")
+
+
+def _since_s(at: float | None) -> float:
+    return 0.0 if at is None else time.monotonic() - at
+
+
+async def _ready(hearts: Sequence[Heartbeat], timeout_s: float) -> None:
     """Wait until every process answers, with a progress bar on a terminal."""
-    sockets = {"pool": CONTROL_SOCKET, "prefill": f"{PREFILL_NAME}.sock"}
-    sockets |= {"decode": f"{DECODE_NAME}.sock"}
-    links = {link.name: link for link in dispatcher.links}
     try:
-        with tqdm(total=len(sockets), desc="Starting", unit="process", disable=None) as bar:
+        with tqdm(total=len(hearts), desc="Starting", unit="process", disable=None) as bar:
             async with asyncio.timeout(timeout_s):
-                for process, file in sockets.items():
-                    bar.set_postfix_str(process)
-                    while not (run_dir / file).exists():
-                        await asyncio.sleep(_POLL_S)
-                    if process in links:
-                        await links[process].wait_alive(timeout_s)
-                    logger.info("process %s is ready", process)
+                for heart in hearts:
+                    bar.set_postfix_str(heart.name)
+                    await heart.wait_alive(timeout_s)
                     bar.update()
-    except TimeoutError as late:
+    except (TimeoutError, PeerUnreachableError) as late:
         raise UnavailableError(f"not ready within {timeout_s:.0f} s: see the log above") from late
 
 

@@ -35,6 +35,8 @@ class Child:
         command: Program and arguments.
         process: Its current run, or None between two.
         restarts: How often it was started again.
+        ended: How its last run ended.
+        began: When its current run began, on the monotonic clock.
     """
 
     name: str
@@ -42,6 +44,7 @@ class Child:
     process: asyncio.subprocess.Process | None = None
     restarts: int = 0
     ended: str = ""
+    began: float = 0.0
     first_exit: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -110,7 +113,15 @@ class Supervisor:
             _signal(process, signal.SIGKILL)
         await asyncio.gather(*waiting)
 
+    def kill(self, name: str, why: str) -> None:
+        """End a child that is of no use any more; it is started again as if it had died."""
+        process = self.children[name].process
+        if process is not None and not self._stopping:
+            logger.warning("killing process %s: %s", name, why)
+            _signal(process, signal.SIGKILL)
+
     async def _spawn(self, child: Child) -> None:
+        child.began = time.monotonic()
         child.process = await asyncio.create_subprocess_exec(
             *child.command,
             stdin=asyncio.subprocess.DEVNULL,
@@ -121,7 +132,6 @@ class Supervisor:
     async def _watch(self, child: Child) -> None:
         backoff_s = BACKOFF_MIN_S
         while True:
-            began = time.monotonic()
             assert child.process is not None
             code = await child.process.wait()
             if self._stopping:
@@ -129,7 +139,7 @@ class Supervisor:
             child.process = None
             child.ended = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
             child.first_exit.set()
-            if time.monotonic() - began > _GOOD_RUN_S:
+            if time.monotonic() - child.began > _GOOD_RUN_S:
                 backoff_s = BACKOFF_MIN_S
             logger.warning(
                 "process %s ended (%s): starting it again in %.1f s",

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import httpx
 
@@ -26,13 +26,9 @@ from kvpool.integration.runtime.handoff import STATUS, Empty, WorkerStatus
 START_S = 120.0
 WAIT_S = 60.0
 
-Role = Literal["prefill", "decode"]
-_SOCKETS = {"prefill": "p0.sock", "decode": "d0.sock"}
-_MODULES = {
-    "pool": "kvpool.server.main",
-    "prefill": "kvpool.integration.runtime.prefill",
-    "decode": "kvpool.integration.runtime.decode",
-}
+# The only worker of a role may be called by the role.
+_FIRST = {"prefill": "p0", "decode": "d0"}
+_POOL_MODULE = "kvpool.server.main"
 
 
 def until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
@@ -52,7 +48,7 @@ def demo_model_folder() -> Path:
 
 @dataclass(frozen=True)
 class Holdings:
-    """All that requests can hold in the three processes. Equal before and after, or it leaked."""
+    """All that requests can hold in all the processes. Equal before and after, or it leaked."""
 
     prefill_blocks_free: int
     outbox_free: int
@@ -66,7 +62,14 @@ class Holdings:
 class ServeProcess:
     """One kvpool-serve, from construction to ``stop``; it serves when the constructor returns."""
 
-    def __init__(self, *flags: str, name: str = "", model: Path | None = None) -> None:
+    def __init__(
+        self,
+        *flags: str,
+        name: str = "",
+        model: Path | None = None,
+        prefill: int = 1,
+        decode: int = 1,
+    ) -> None:
         self._home = tempfile.TemporaryDirectory(prefix="kvps-")
         home = Path(self._home.name)
         self.run_dir = home / "run"
@@ -74,11 +77,14 @@ class ServeProcess:
         self.log = home / "log"
         self.model = demo_model_folder() if model is None else model
         self.name = name or self.model.name
+        self.prefill = [f"p{number}" for number in range(prefill)]
+        self.decode = [f"d{number}" for number in range(decode)]
         self._log = self.log.open("wb")
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "kvpool.integration.serve", "--port", "0"),
                 *("--model", str(self.model), "--run-dir", str(self.run_dir)),
+                *("--prefill", str(prefill), "--decode", str(decode)),
                 *("--trace-dir", str(self.trace_dir), "--dram", "256MiB", *flags),
             ],
             stdout=subprocess.PIPE,
@@ -114,12 +120,15 @@ class ServeProcess:
         for pid in children(self.process.pid):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
                 command = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-                found |= {name: pid for name, module in _MODULES.items() if module in command}
+                if _POOL_MODULE in command:
+                    found["pool"] = pid
+                elif "--name" in command:
+                    found[command[command.index("--name") + 1]] = pid
         return found
 
-    def status(self, role: Role) -> WorkerStatus:
+    def status(self, worker: str) -> WorkerStatus:
         """What a worker says of itself."""
-        return self._caller(_SOCKETS[role]).call(STATUS, Empty(), WAIT_S)
+        return self._caller(f"{_FIRST.get(worker, worker)}.sock").call(STATUS, Empty(), WAIT_S)
 
     def pool_stats(self) -> dict[str, int]:
         """What the pool says of itself."""
@@ -128,12 +137,16 @@ class ServeProcess:
 
     def holdings(self) -> Holdings:
         """All that requests hold now."""
-        prefill, decode, pool = self.status("prefill"), self.status("decode"), self.pool_stats()
+        prefill, decode = (
+            map(self.status, self.prefill),
+            [self.status(name) for name in self.decode],
+        )
+        workers, pool = [*prefill, *decode], self.pool_stats()
         return Holdings(
-            prefill_blocks_free=prefill.blocks_free,
-            outbox_free=prefill.outbox_free,
-            decode_blocks_free=decode.blocks_free,
-            running=prefill.running + prefill.waiting + decode.running + decode.waiting,
+            prefill_blocks_free=sum(one.blocks_free for one in workers if one.role == "prefill"),
+            outbox_free=sum(one.outbox_free for one in workers),
+            decode_blocks_free=sum(one.blocks_free for one in decode),
+            running=sum(one.running + one.waiting for one in workers),
             pool_reserved=pool["reserved"],
             pool_quarantined=pool["quarantined"],
             leases=pool["leases"],
@@ -144,15 +157,17 @@ class ServeProcess:
 
         def idle() -> bool:
             try:
-                held, prefill = self.holdings(), self.status("prefill")
+                held, workers = self.holdings(), map(self.status, self.prefill + self.decode)
+                return (
+                    all(
+                        one.blocks_free == one.blocks and one.outbox_free == one.outbox_slots
+                        for one in workers
+                    )
+                    and held.running == held.pool_reserved == held.pool_quarantined == 0
+                    and held.leases == 0
+                )
             except KVPoolError:
                 return False  # a worker that was killed is not back yet
-            return (
-                held.prefill_blocks_free == prefill.blocks
-                and held.outbox_free == prefill.outbox_slots
-                and held.decode_blocks_free == self.status("decode").blocks
-                and held.running == held.pool_reserved == held.pool_quarantined == held.leases == 0
-            )
 
         until(idle, "all blocks, slots and leases are free")
         return self.holdings()
@@ -161,9 +176,9 @@ class ServeProcess:
         """Wait until ``/health`` says that all is well."""
         until(lambda: self.http.get("/health").status_code == 200, "the server is healthy")
 
-    def events(self, role: Role) -> list[dict[str, Any]]:
+    def events(self, worker: str) -> list[dict[str, Any]]:
         """All events that a worker has written."""
-        file = self.trace_dir / f"{role}.jsonl"
+        file = self.trace_dir / f"{_FIRST.get(worker, worker)}.jsonl"
         return [json.loads(line) for line in file.read_text().splitlines()]
 
     def _caller(self, socket: str) -> Caller:

@@ -37,7 +37,7 @@ def test_ctrl_c_in_mid_stream_ends_everything(tiny: Path) -> None:
     before = shared_memory()
     with ServeProcess(model=tiny) as server:
         pids = server.pids()
-        assert set(pids) == {"pool", "prefill", "decode"}
+        assert set(pids) == {"pool", "p0", "d0"}
         with server.stream("abc " * 20, max_tokens=200) as events:
             next(events)
             # As a terminal does it: to the whole group of the launcher.
@@ -54,7 +54,7 @@ def test_ctrl_c_in_mid_stream_ends_everything(tiny: Path) -> None:
 def test_sigterm_ends_a_worker_that_is_stopped(tiny: Path) -> None:
     with ServeProcess(model=tiny) as server:
         pids = server.pids()
-        with stopped(pids["decode"]):
+        with stopped(pids["d0"]):
             server.process.terminate()
             assert server.process.wait(WAIT_S) == 0
         assert not [name for name, pid in pids.items() if alive(pid)]
@@ -90,6 +90,8 @@ def test_a_port_in_use_is_one_line(taken_port: int, tiny: Path) -> None:
         (("--dram", "lots"), "--dram"),
         (("--dtype", "int3"), "dtype"),
         (("--threads", "0"), "--threads"),
+        (("--prefill", "0"), "--prefill"),
+        (("--decode", "65"), "--decode"),
         (("--port", "70000"), "port"),
     ],
 )
@@ -110,6 +112,15 @@ def test_a_folder_without_a_model_is_said_once(tmp_path: Path) -> None:
 def test_help_teaches() -> None:
     done = command("--help")
     assert done.returncode == 0
-    for flag in ("--model", "--device", "--dtype", "--block-tokens", "--dram", "--port"):
+    for flag in (
+        "--model",
+        "--device",
+        "--dtype",
+        "--block-tokens",
+        "--dram",
+        "--port",
+        "--prefill",
+        "--decode",
+    ):
         assert flag in done.stdout
     assert "examples:" in done.stdout

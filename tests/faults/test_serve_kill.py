@@ -63,23 +63,23 @@ def test_kill_decode_in_mid_stream(served: ServeProcess, start: Holdings) -> Non
     with served.stream(prompt("kill decode"), max_tokens=LONG) as events:
         for _ in range(5):
             next(events)
-        os.kill(before["decode"], signal.SIGKILL)
+        os.kill(before["d0"], signal.SIGKILL)
         rest = list(events)
     assert rest[-1]["error"]["type"] == "unavailable_error"
     # A request that comes meanwhile waits for the worker to come back.
     answer = served.complete(prompt("after the kill"), max_tokens=4)
     assert answer["usage"]["completion_tokens"] == 4
     after = served.pids()
-    assert (after["prefill"], after["pool"]) == (before["prefill"], before["pool"])
-    assert after["decode"] != before["decode"]
+    assert (after["p0"], after["pool"]) == (before["p0"], before["pool"])
+    assert after["d0"] != before["d0"]
 
 
 def test_health_says_that_a_worker_is_gone(served: ServeProcess, start: Holdings) -> None:
-    os.kill(served.pids()["decode"], signal.SIGKILL)
+    os.kill(served.pids()["d0"], signal.SIGKILL)
     until(lambda: served.http.get("/health").status_code == 503, "/health is degraded")
     body = served.http.get("/health").json()
     if body["status"] != "ok":  # it may be back already
-        assert body["workers"]["prefill"] == "up"
+        assert body["workers"]["p0"] == "up"
         assert body["problems"]
 
 
@@ -91,7 +91,7 @@ def test_a_whole_answer_survives_a_killed_decode_worker(
     forwards = served.status("decode").forwards
     asked = Asked(served, prompt("survive"), 60)
     until(lambda: served.status("decode").forwards > forwards + 3, "the request is decoded")
-    os.kill(served.pids()["decode"], signal.SIGKILL)
+    os.kill(served.pids()["d0"], signal.SIGKILL)
     assert asked.choices() == expected
 
 
@@ -100,12 +100,12 @@ def test_kill_prefill_in_mid_prompt(served: ServeProcess, start: Holdings) -> No
     asked = Asked(served, prompt("kill prefill") * 4, 3)
     until(lambda: served.status("prefill").tokens > tokens, "a chunk is computed")
     assert served.status("prefill").running == 1
-    os.kill(before["prefill"], signal.SIGKILL)
+    os.kill(before["p0"], signal.SIGKILL)
     # Nothing was answered yet: it is tried again with the worker that comes back.
     choices = asked.choices()
     after = served.pids()
-    assert (after["decode"], after["pool"]) == (before["decode"], before["pool"])
-    assert after["prefill"] != before["prefill"]
+    assert (after["d0"], after["pool"]) == (before["d0"], before["pool"])
+    assert after["p0"] != before["p0"]
     served.wait_idle()
     assert served.complete(prompt("kill prefill") * 4, max_tokens=3)["choices"] == choices
 
@@ -125,7 +125,7 @@ def test_kill_the_pool(served: ServeProcess, start: Holdings) -> None:
 
     until(cached_again, "the workers use the new pool")
     after = served.pids()
-    assert (after["decode"], after["prefill"]) == (before["decode"], before["prefill"])
+    assert (after["d0"], after["p0"]) == (before["d0"], before["p0"])
 
 
 def test_decode_stopped_in_mid_transfer_goes_on(served: ServeProcess, start: Holdings) -> None:
@@ -133,7 +133,7 @@ def test_decode_stopped_in_mid_transfer_goes_on(served: ServeProcess, start: Hol
     text = prompt("stop decode") * 4
     asked = Asked(served, text, 40)
     until(lambda: served.status("prefill").tokens > tokens, "a chunk is computed")
-    with stopped(served.pids()["decode"]):
+    with stopped(served.pids()["d0"]):
         # The prompt is computed to its end, but what found no room in the outbox has to wait.
         until(lambda: served.status("prefill").outbox_free == 0, "the outbox is full")
         before = served.status("prefill")

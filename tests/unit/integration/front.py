@@ -18,8 +18,9 @@ from transformers import PreTrainedTokenizerFast
 
 from kvpool.client.rpc import Service
 from kvpool.integration.conductor.app import Conductor, create_app
-from kvpool.integration.conductor.dispatch import Dispatcher, WorkerLink
+from kvpool.integration.conductor.dispatch import Dispatcher
 from kvpool.integration.conductor.edge import HttpLimits
+from kvpool.integration.conductor.links import WorkerLink
 from kvpool.integration.conductor.model import ModelText
 from kvpool.integration.runtime.decode import DecodeWorker
 from kvpool.integration.runtime.handoff import STATUS, Empty, WorkerStatus
@@ -30,6 +31,8 @@ from tests.unit.integration.tiny import CONTEXT, EOS, VOCABULARY
 T = TypeVar("T")
 
 NAME: Final = "tiny"
+# Several requests with as many choices as they may have.
+WAITING_MAX: Final = 1024
 # Every visible ASCII character but four, and the space: one token each, so a text is its tokens.
 CHARACTERS: Final = [chr(code) for code in range(32, 127) if chr(code) not in "`~^\\|"]
 TEMPLATE: Final = (
@@ -162,10 +165,12 @@ async def _opened(
     folder: Path, limits: HttpLimits | None, gpu_blocks: int, runner: asyncio.Runner
 ) -> AsyncGenerator[Front]:
     async with contextlib.AsyncExitStack() as stack:
-        workers = await stack.enter_async_context(pair(gpu_blocks=gpu_blocks))
+        workers = await stack.enter_async_context(
+            pair(gpu_blocks=gpu_blocks, waiting_max=WAITING_MAX)
+        )
         prefill = await stack.enter_async_context(_served(workers.prefill, folder / "prefill"))
         decode = await stack.enter_async_context(_served(workers.decode, folder / "decode"))
-        dispatcher = Dispatcher(prefill, decode, request_timeout_s=WAIT_S)
+        dispatcher = Dispatcher([prefill], [decode], request_timeout_s=WAIT_S)
         conductor = Conductor(dispatcher, tiny_text(), limits=limits)
         app = create_app(conductor)
         await stack.enter_async_context(app.router.lifespan_context(app))

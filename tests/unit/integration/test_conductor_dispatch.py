@@ -1,18 +1,26 @@
-"""One request over two workers: the order of the calls, the one retry, and what a cancel reaches.
+"""One request over two workers: the order of the calls, the retries, and what a cancel reaches.
 
 The workers are real RPC services with a script for a model.
 """
 
 import asyncio
 import contextlib
+import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 from kvpool.client.rpc import Service
-from kvpool.errors import CapacityError, KVPoolError, PeerUnreachableError, UsageError
-from kvpool.integration.conductor.dispatch import Dispatcher, Job, Produced, WorkerLink
+from kvpool.errors import (
+    CapacityError,
+    KVPoolError,
+    PeerUnreachableError,
+    TransferTimeoutError,
+    UsageError,
+)
+from kvpool.integration.conductor.dispatch import ATTEMPTS, Dispatcher, Job, Produced
+from kvpool.integration.conductor.links import WorkerLink
 from kvpool.integration.runtime.handoff import (
     PREFILL,
     RUN,
@@ -41,6 +49,7 @@ class Script:
         self.gate.set()
         self.running = 0
         self.requests: list[str] = []
+        self.served: list[str] = []  # workers, in the order in which they were asked
 
     async def run(self, request: RunRequest) -> AsyncIterator[RunEvent]:
         if self.run_errors:
@@ -82,25 +91,45 @@ class Script:
             tokens=0,
         )
 
+    def service(self, name: str) -> Service:
+        """A worker of that name."""
+
+        def run(request: RunRequest) -> AsyncIterator[RunEvent]:
+            self.served.append(name)
+            return self.run(request)
+
+        def prefill(request: PrefillRequest) -> Awaitable[Prefilled]:
+            self.served.append(name)
+            return self.prefill(request)
+
+        service = Service()
+        service.add(STATUS, self.status)
+        service.add(PREFILL, prefill)
+        service.add(RUN, run)
+        return service
+
 
 Story = Callable[[Dispatcher, Script], Awaitable[None]]
 
 
-def play(folder: Path, story: Story) -> None:
+def play(folder: Path, story: Story, each: int = 1, *, recovery_timeout_s: float = WAIT_S) -> None:
     async def all_of_it() -> None:
         script = Script()
         async with contextlib.AsyncExitStack() as stack:
-            links = []
-            for name in ("prefill", "decode"):
-                service = Service()
-                service.add(STATUS, script.status)
-                service.add(PREFILL, script.prefill)
-                service.add(RUN, script.run)
+            links: dict[str, list[WorkerLink]] = {"p": [], "d": []}
+            for role, number in itertools.product(links, range(each)):
+                name = f"{role}{number}"
+                service = script.service(name)
                 address = f"unix:{folder / name}"
                 await service.start(address)
                 stack.push_async_callback(service.stop, 0.0)
-                links.append(WorkerLink(name, address))
-            dispatcher = Dispatcher(*links, request_timeout_s=WAIT_S)
+                links[role].append(WorkerLink(name, address))
+            dispatcher = Dispatcher(
+                links["p"],
+                links["d"],
+                request_timeout_s=WAIT_S,
+                recovery_timeout_s=recovery_timeout_s,
+            )
             stack.push_async_callback(dispatcher.close)
             async with asyncio.timeout(WAIT_S):
                 await story(dispatcher, script)
@@ -139,7 +168,7 @@ def test_a_first_token_that_stops_is_not_produced(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("worker", ["run_errors", "prefill_errors"])
-def test_a_worker_lost_before_the_first_token_is_tried_again_once(
+def test_a_request_that_fails_before_the_first_token_is_tried_again(
     tmp_path: Path, worker: str
 ) -> None:
     async def story(dispatcher: Dispatcher, script: Script) -> None:
@@ -147,7 +176,7 @@ def test_a_worker_lost_before_the_first_token_is_tried_again_once(
         assert await everything(dispatcher) == WHOLE
         assert dispatcher.retries == 1
         assert len(set(script.requests)) == len(script.requests), "a retry has a name of its own"
-        getattr(script, worker).extend([PeerUnreachableError("gone")] * 2)
+        getattr(script, worker).extend([PeerUnreachableError("gone")] * ATTEMPTS)
         with pytest.raises(PeerUnreachableError, match="gone"):
             await everything(dispatcher)
 
@@ -195,14 +224,95 @@ def test_closing_the_stream_cancels_both_calls(tmp_path: Path) -> None:
     play(tmp_path, story)
 
 
-def test_a_link_says_whether_its_worker_answers(tmp_path: Path) -> None:
+async def until_running(script: Script, count: int) -> None:
+    while script.running < count:
+        await asyncio.sleep(0.001)
+
+
+def test_requests_are_spread_by_the_tokens_that_each_worker_has(tmp_path: Path) -> None:
     async def story(dispatcher: Dispatcher, script: Script) -> None:
-        assert [link.alive for link in dispatcher.links] == [False, False]
-        await dispatcher.decode.wait_alive(WAIT_S)
-        assert [link.alive for link in dispatcher.links] == [False, True]
+        await asyncio.gather(*(link.wait_alive(WAIT_S) for link in dispatcher.links))
+        script.gate.clear()
+        tasks = []
+        for number, count in enumerate((3, 1, 1, 9), 1):
+            job = Job(tokens=[1] * count, max_tokens=4, stop_tokens=[0])
+            tasks.append(asyncio.create_task(everything(dispatcher, job)))
+            await until_running(script, number)
+            while len(script.served) < 2 * number:
+                await asyncio.sleep(0.001)
+        assert script.served == ["d0", "p0", "d1", "p1", "d1", "p1", "d1", "p1"]
+        assert [link.load.tokens for link in dispatcher.links] == [3, 11, 3, 11]
+        script.gate.set()
+        await asyncio.gather(*tasks)
+        assert [link.load.tokens for link in dispatcher.links] == [0] * 4
+
+    play(tmp_path, story, 2)
+
+
+def test_a_retry_goes_to_other_workers(tmp_path: Path) -> None:
+    async def story(dispatcher: Dispatcher, script: Script) -> None:
+        await asyncio.gather(*(link.wait_alive(WAIT_S) for link in dispatcher.links))
+        script.prefill_errors.append(PeerUnreachableError("gone"))
+        assert await everything(dispatcher) == WHOLE
+        assert script.served == ["d0", "p0", "d1", "p1"]
+
+    play(tmp_path, story, 2)
+
+
+def test_a_worker_that_is_down_is_not_asked(tmp_path: Path) -> None:
+    async def story(dispatcher: Dispatcher, script: Script) -> None:
+        await asyncio.gather(*(link.wait_alive(WAIT_S) for link in dispatcher.links))
         nobody = WorkerLink("nobody", f"unix:{tmp_path / 'nobody'}")
-        with pytest.raises(PeerUnreachableError, match="nobody is gone"):
-            await nobody.wait_alive(0.05)
+        dispatcher.decode = (nobody, *dispatcher.decode)
+        assert await everything(dispatcher) == WHOLE
+        assert script.served == ["d0", "p0"]
+        assert dispatcher.retries == 0
+
+    play(tmp_path, story)
+
+
+def test_a_worker_that_falls_silent_loses_its_requests_to_another(tmp_path: Path) -> None:
+    async def story(dispatcher: Dispatcher, script: Script) -> None:
+        await asyncio.gather(*(link.wait_alive(WAIT_S) for link in dispatcher.links))
+        script.gate.clear()
+        task = asyncio.create_task(everything(dispatcher))
+        await until_running(script, 1)
+        silent = dispatcher.decode[0]
+
+        async def late(timeout_s: float) -> None:
+            raise TransferTimeoutError("no heartbeat")
+
+        silent._ask = late
+        assert not await silent.refresh()
+        assert silent.silent_since is not None
+        script.gate.set()
+        assert await task == WHOLE
+        assert [name for name in script.served if name[0] == "d"] == ["d0", "d1"]
+
+    play(tmp_path, story, 2)
+
+
+def test_nobody_up_is_an_error_in_time(tmp_path: Path) -> None:
+    async def story(dispatcher: Dispatcher, script: Script) -> None:
+        nobody = WorkerLink("nobody", f"unix:{tmp_path / 'nobody'}")
+        dispatcher.decode = (nobody,)
+        with pytest.raises(PeerUnreachableError, match="nobody: none was up within"):
+            await everything(dispatcher)
         await nobody.close()
+
+    play(tmp_path, story, recovery_timeout_s=0.05)
+
+
+def test_a_request_waits_for_a_worker_that_comes_back(tmp_path: Path) -> None:
+    async def story(dispatcher: Dispatcher, script: Script) -> None:
+        later = WorkerLink("later", f"unix:{tmp_path / 'later'}")
+        dispatcher.decode = (later,)
+        task = asyncio.create_task(everything(dispatcher))
+        await later.refresh()
+        service = script.service("later")
+        await service.start(f"unix:{tmp_path / 'later'}")
+        assert await task == WHOLE
+        await later.close()
+        await service.stop(0.0)
 
     play(tmp_path, story)

@@ -4,12 +4,15 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import pytest
 
 from kvpool.errors import UnavailableError, UsageError
+from kvpool.integration.conductor.links import Heartbeat
+from kvpool.integration.serve import SILENT_KILL_S, end_silent
 from kvpool.integration.supervisor import Supervisor
 
 WAIT_S = 30.0
@@ -97,5 +100,62 @@ def test_all_children_end_also_stubborn_and_stopped_ones(tmp_path: Path) -> None
 def test_a_terminals_ctrl_c_does_not_reach_them() -> None:
     async def story(supervisor: Supervisor) -> None:
         assert os.getpgid(pid(supervisor, "a")) != os.getpgid(0)
+
+    play({"a": python(SLEEPS)}, story)
+
+
+class Silent(Heartbeat):
+    """A process that has been silent, or down, since a time ago."""
+
+    def __init__(self, name: str, *, silent_s: float | None, down_s: float) -> None:
+        super().__init__(name, lambda _: asyncio.sleep(0))
+        now = time.monotonic()
+        self.silent_since = None if silent_s is None else now - silent_s
+        self.down_since = now - down_s
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "down_s", "age_s", "killed"),
+    [
+        (SILENT_KILL_S + 1, SILENT_KILL_S + 1, 1000.0, True),
+        (SILENT_KILL_S / 2, SILENT_KILL_S / 2, 1000.0, False),
+        (SILENT_KILL_S + 1, SILENT_KILL_S + 1, 1.0, False),  # its predecessor was
+        (None, 90.0, 1000.0, False),  # it is being started: a model takes a while
+        (None, 101.0, 1000.0, True),
+        (None, 101.0, 1.0, False),
+    ],
+)
+def test_who_is_silent_or_does_not_come_up_is_killed_and_started_again(
+    silent_s: float | None, down_s: float, age_s: float, killed: bool
+) -> None:
+    async def story(supervisor: Supervisor) -> None:
+        # "b" ends the wait: it is always to be killed.
+        for name, age in (("a", age_s), ("b", 1000.0)):
+            supervisor.children[name].began = time.monotonic() - age
+        hearts = [
+            Silent("a", silent_s=silent_s, down_s=down_s),
+            Silent("b", silent_s=1000.0, down_s=1000.0),
+        ]
+        first = pid(supervisor, "a")
+        ending = asyncio.create_task(end_silent(hearts, supervisor, start_timeout_s=100.0))
+        while not supervisor.children["b"].restarts:
+            await asyncio.sleep(0.001)
+        ending.cancel()
+        if killed:
+            while not supervisor.children["a"].restarts:
+                await asyncio.sleep(0.001)
+        else:
+            assert pid(supervisor, "a") == first
+
+    play({"a": python(SLEEPS), "b": python(SLEEPS)}, story)
+
+
+def test_a_killed_child_is_started_again() -> None:
+    async def story(supervisor: Supervisor) -> None:
+        first = pid(supervisor, "a")
+        supervisor.kill("a", "a test")
+        while not supervisor.children["a"].restarts or supervisor.children["a"].process is None:
+            await asyncio.sleep(0.001)
+        assert pid(supervisor, "a") != first
 
     play({"a": python(SLEEPS)}, story)
