@@ -1,8 +1,11 @@
 """Reads over UCX whose peer process dies or stops: typed errors in time, and never a wrong byte."""
 
 import json
+import os
+import socket
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -166,6 +169,34 @@ def test_a_close_does_not_wait_for_a_stopped_peer(transport: UcxTransport, owner
     owner.endpoint.close()
     assert read.done()
     until(lambda: transport.counts()["endpoints"] == 0)
+
+
+def test_garbage_on_the_ports(transport: UcxTransport, owner: Owner) -> None:
+    """Whatever is said to the library's sockets: the process lives and serves."""
+    random = np.random.default_rng(7)
+    idle = []
+    for port in listening_ports(owner.peer.pid):
+        for size in (0, 1, 8, 16, 300, 5000):
+            garbage = socket.create_connection(("127.0.0.1", port), WAIT_S)
+            garbage.sendall(random.bytes(size))
+            if size % 16:
+                garbage.close()
+            else:
+                idle.append(garbage)
+    owner.require_exact()
+    other = transport.connect(owner.address, WAIT_S)
+    assert other.wait_region(0, WAIT_S).slot_count == BLOCKS
+    for garbage in idle:
+        garbage.close()
+    owner.require_exact()
+
+
+def listening_ports(pid: int) -> list[int]:
+    """Return the TCP ports that a process listens at."""
+    links = [os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir()]
+    inodes = {link[8:-1] for link in links if link.startswith("socket:")}
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return [int(row[1].split(":")[1], 16) for row in rows if row[3] == "0A" and row[9] in inodes]
 
 
 @pytest.mark.parametrize("end", ["killed", "silent"])
