@@ -13,8 +13,11 @@ _SPECIAL: Final = ("<unk>", "<s>", "</s>")
 CONTEXT: Final = 2048
 
 
-def tiny_model(folder: Path) -> Path:
-    """Write model and tokenizer; random weights never end an output on purpose."""
+def tiny_model(folder: Path, kind: str = "llama") -> Path:
+    """Write model and tokenizer; random weights never end an output on purpose.
+
+    ``kind`` is a model type of Transformers: llama, mistral, qwen2 or qwen3.
+    """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {token: number for number, token in enumerate([*_SPECIAL, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
@@ -30,7 +33,7 @@ def tiny_model(folder: Path) -> Path:
     fast.save_pretrained(folder)
     torch.manual_seed(0)
     config = tiny_config(
-        vocab_size=len(vocabulary), max_position_embeddings=CONTEXT, eos_token_id=2
+        kind, vocab_size=len(vocabulary), max_position_embeddings=CONTEXT, eos_token_id=2
     )
     model = AutoModelForCausalLM.from_config(config, dtype="float32")
     model.save_pretrained(folder)
