@@ -125,7 +125,12 @@ class Pair:
 
 @contextlib.asynccontextmanager
 async def pair(
-    *, gpu_blocks: int = 64, outbox_slots: int = 64, chunk_tokens: int = 20, running_max: int = 8
+    *,
+    gpu_blocks: int = 64,
+    outbox_slots: int = 64,
+    chunk_tokens: int = 20,
+    running_max: int = 8,
+    waiting_max: int = 4,
 ) -> AsyncIterator[Pair]:
     """Open both workers over one pool."""
     torch.set_num_threads(1)
@@ -136,7 +141,7 @@ async def pair(
         gpu_bytes=gpu_blocks * LAYOUT.block_bytes,
         chunk_tokens=chunk_tokens,
         running_max=running_max,
-        waiting_max=4,
+        waiting_max=waiting_max,
     )
     parts: dict[Role, Parts] = {}
     with contextlib.ExitStack() as stack:
