@@ -21,6 +21,7 @@ class ServerProcess:
 
     def __init__(self, run_dir: Path, dram_bytes: int, *flags: str) -> None:
         self.run_dir = run_dir
+        self.flags = flags
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "kvpool.server.main", "--die-with-parent"),

@@ -4,6 +4,7 @@ Owns the connection of a run directory, the thread that makes it again after a l
 that a silent or dead server is given. Knows nothing of blocks. Who calls it: the remote pool.
 """
 
+import contextlib
 import logging
 import os
 import threading
@@ -24,6 +25,7 @@ from kvpool.errors import (
     UsageError,
 )
 from kvpool.transfer.base import Endpoint, Transport
+from kvpool.transfer.choice import TransportKind
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +52,24 @@ class Link:
         self.caller.close()
 
 
+def transport_kind(run_dir: Path, layout: BlockLayout, timeout_s: float) -> TransportKind:
+    """Ask the server of a run directory which transport it has. Raises as ``open_link``."""
+    with contextlib.closing(_caller(run_dir)) as caller:
+        welcome = _configure(caller, layout, timeout_s)
+    return "ucx" if welcome.address.startswith("ucx://") else "host"
+
+
+def _caller(run_dir: Path) -> Caller:
+    return Caller(f"unix:{run_dir.absolute()}/{protocol.CONTROL_SOCKET}")
+
+
+def _configure(caller: Caller, layout: BlockLayout, timeout_s: float) -> protocol.Welcome:
+    configure = protocol.ConfigureRequest(
+        version=protocol.PROTOCOL_VERSION, layout=protocol.encode_layout(layout)
+    )
+    return caller.call(protocol.CONFIGURE, configure, timeout_s)
+
+
 def open_link(run_dir: Path, layout: BlockLayout, transport: Transport, timeout_s: float) -> Link:
     """Connect to the server of a run directory.
 
@@ -60,13 +80,10 @@ def open_link(run_dir: Path, layout: BlockLayout, transport: Transport, timeout_
         TransferTimeoutError: It did not answer within ``timeout_s``.
     """
     deadline = Deadline(timeout_s)
-    caller = Caller(f"unix:{run_dir.absolute()}/{protocol.CONTROL_SOCKET}")
+    caller = _caller(run_dir)
     endpoint: Endpoint | None = None
     try:
-        configure = protocol.ConfigureRequest(
-            version=protocol.PROTOCOL_VERSION, layout=protocol.encode_layout(layout)
-        )
-        welcome = caller.call(protocol.CONFIGURE, configure, deadline.remaining_s())
+        welcome = _configure(caller, layout, deadline.remaining_s())
         endpoint = transport.connect(
             welcome.address or str(run_dir / protocol.TRANSPORT_SOCKET),
             deadline.remaining_s(),

@@ -23,7 +23,7 @@ from kvpool.base import (
 )
 from kvpool.block import HASH_BYTES, BlockLayout, Namespace
 from kvpool.client import protocol
-from kvpool.client.link import Link, LinkKeeper
+from kvpool.client.link import Link, LinkKeeper, transport_kind
 from kvpool.client.loads import Loads, RemoteLease
 from kvpool.client.rpc import Method, Reply, Request
 from kvpool.client.staging import Staging
@@ -43,7 +43,7 @@ from kvpool.errors import (
 from kvpool.memory import BlockView
 from kvpool.pool import hash_tokens, require_within
 from kvpool.transfer.base import Transport
-from kvpool.transfer.host import HostTransport
+from kvpool.transfer.choice import open_transport
 
 logger = logging.getLogger(__name__)
 
@@ -66,7 +66,7 @@ def connect(
         layout: Of the blocks. The first client's layout opens the server's arena.
         timeout_s: Longest wait for the server; opening its arena takes about a second per GiB.
         transport: The transport of this process, if it has one: it stays the caller's. Of the kind
-            that the server was started with. None makes a host transport that is closed with the
+            that the server was started with. None makes one of that kind, which is closed with the
             pool.
         config: Waits and sizes; None means the defaults.
 
@@ -83,11 +83,14 @@ def connect(
             f"transfer.staging_bytes is {settings.staging_bytes}: a block has {layout.block_bytes}",
             key="transfer.staging_bytes",
         )
-    owned = None if transport is not None else HostTransport()
-    used = transport or owned
-    assert used is not None
+    deadline = Deadline(timeout_s)
+    folder = Path(run_dir)
+    owned: Transport | None = None
+    if transport is None:
+        kind = transport_kind(folder, layout, timeout_s)
+        transport = owned = open_transport(kind, "kvpool-client")
     try:
-        return RemotePool(Path(run_dir), layout, used, settings, timeout_s, owned=owned)
+        return RemotePool(folder, layout, transport, settings, deadline.remaining_s(), owned=owned)
     except BaseException:
         if owned is not None:
             owned.close()

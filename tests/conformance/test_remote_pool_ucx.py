@@ -15,6 +15,7 @@ from kvpool.config import TransferConfig
 from kvpool.errors import UsageError
 from kvpool.testing.blocks import SMALL_LAYOUT
 from kvpool.testing.pool_suite import PoolSuite
+from kvpool.transfer.choice import TransportKind, open_transport
 from kvpool.transfer.ucx import UcxTransport
 from tests.server_process import WAIT_S, ServerProcess
 
@@ -42,9 +43,21 @@ class TestRemotePoolOverUcx(PoolSuite):
         )
 
 
-@pytest.mark.parametrize("kind", ["host", "ucx"])
-def test_another_transport_than_the_server_has_is_named(kind: str, tmp_path: Path) -> None:
-    with ServerProcess(tmp_path, 1 << 20, "--transport", kind), ExitStack() as stack:
-        transport = stack.enter_context(UcxTransport()) if kind == "host" else None
-        with pytest.raises(UsageError, match="--transport"):
-            connect(tmp_path, SMALL_LAYOUT, WAIT_S, transport=transport)
+@pytest.mark.parametrize(("kind", "other"), [("host", "ucx"), ("ucx", "host")])
+def test_another_transport_than_the_server_has_is_named(
+    kind: str, other: TransportKind, tmp_path: Path
+) -> None:
+    with (
+        ServerProcess(tmp_path, 1 << 20, "--transport", kind),
+        open_transport(other, "test") as transport,
+        pytest.raises(UsageError, match="--transport"),
+    ):
+        connect(tmp_path, SMALL_LAYOUT, WAIT_S, transport=transport)
+
+
+def test_a_client_without_a_transport_takes_the_servers_kind(tmp_path: Path) -> None:
+    with (
+        ServerProcess(tmp_path, 1 << 20, "--transport", "ucx"),
+        connect(tmp_path, SMALL_LAYOUT, WAIT_S) as pool,
+    ):
+        assert pool.stats().extra["clients"] == 1

@@ -45,9 +45,9 @@ def run_dir() -> Iterator[Path]:
         yield Path(folder)
 
 
-@pytest.fixture
-def server(run_dir: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(run_dir, DRAM_BYTES) as server:
+@pytest.fixture(params=["host", pytest.param("ucx", marks=pytest.mark.ucx)])
+def server(run_dir: Path, request: pytest.FixtureRequest) -> Iterator[ServerProcess]:
+    with ServerProcess(run_dir, DRAM_BYTES, "--transport", request.param) as server:
         yield server
 
 
@@ -132,7 +132,7 @@ def test_the_server_is_killed_in_mid_load(run_dir: Path, server: ServerProcess) 
         assert isinstance(dead, PeerUnreachableError)
         lease.close()
         # A new server in the same folder is found again, and is empty.
-        with ServerProcess(run_dir, DRAM_BYTES):
+        with ServerProcess(run_dir, DRAM_BYTES, *server.flags):
             pool.wait_connected(WAIT_S)
             assert store(pool, 1) == CHAIN_BLOCKS
             assert load_all(pool, 1) == CHAIN_BLOCKS
@@ -150,7 +150,7 @@ def test_the_server_is_killed_in_mid_store(run_dir: Path, server: ServerProcess)
         assert pool.match(chain_of(pool, 1)).blocks == 0
         after = end_of(pool.store(chain_of(pool, 1), source, deadline_s=WAIT_S))
         assert isinstance(after, PeerUnreachableError)
-        with ServerProcess(run_dir, DRAM_BYTES):
+        with ServerProcess(run_dir, DRAM_BYTES, *server.flags):
             pool.wait_connected(WAIT_S)
             assert store(pool, 1) == CHAIN_BLOCKS
             assert load_all(pool, 1) == CHAIN_BLOCKS
@@ -293,6 +293,7 @@ def test_a_report_of_a_good_block_drops_nothing(watcher: RemotePool) -> None:
 # ---- garbage, and more than one client -------------------------------------------------------------
 
 
+@pytest.mark.parametrize("server", ["host"], indirect=True)  # UCX's are test_ucx_endpoints.py's
 def test_garbage_on_the_sockets(run_dir: Path, watcher: RemotePool) -> None:
     garbage = np.random.default_rng(7)
     kinds = {"control.sock": socket.SOCK_STREAM, "transport.sock": socket.SOCK_SEQPACKET}
