@@ -31,12 +31,14 @@ _FIRST = {"prefill": "p0", "decode": "d0"}
 _POOL_MODULE = "kvpool.server.main"
 
 
-def until(condition: Callable[[], bool], what: str, timeout_s: float = WAIT_S) -> None:
-    """Wait for a condition; the time only bounds a failing test."""
-    give_up = time.monotonic() + timeout_s
+def until(
+    condition: Callable[[], bool], what: str, why_not: Callable[[], str] = lambda: ""
+) -> None:
+    """Wait for a condition; the time only bounds a failing test, which ``why_not`` explains."""
+    give_up = time.monotonic() + WAIT_S
     while not condition():
-        assert time.monotonic() < give_up, f"{what} did not come true within {timeout_s} s"
-        time.sleep(0.02)
+        assert time.monotonic() < give_up, f"not within {WAIT_S} s: {what} {why_not()}"
+        time.sleep(0.01)
 
 
 def demo_model_folder() -> Path:
