@@ -61,6 +61,8 @@ class ConductorMetrics(Collector):
             "blocks": "Blocks of the gpu tier's arena",
             "blocks_free": "Blocks of it that are free",
             "forwards": "Forward passes since the worker started",
+            "parked": "Requests parked in DRAM until there are blocks",
+            "parks": "Requests parked since the worker started",
         }
         for name, text in fields.items():
             gauge = GaugeMetricFamily(f"kvpool_worker_{name}", text, labels=["worker"])
