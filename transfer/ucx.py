@@ -26,6 +26,7 @@ from kvpool.memory import BlockView, Span
 from kvpool.transfer.base import Endpoint, RegionDescriptor, Transport
 from kvpool.transfer.endpoint import CLOSE_TIMEOUT_S, REGIONS_MAX
 from kvpool.transfer.engine import CopyEngine
+from kvpool.transfer.ucx_answers import PUT_TIMEOUT_S
 from kvpool.transfer.ucx_connection import UcxConnection
 from kvpool.transfer.ucx_endpoint import UcxEndpoint
 from kvpool.transfer.ucx_engine import UcxEngine
@@ -37,6 +38,9 @@ SCHEME: Final = "ucx://"
 # Two windows of 1 MiB blocks and more fit each of its eight windows of 2 MiB.
 INBOX_BYTES: Final = 16 << 20
 ENDPOINTS_MAX: Final = 64
+# A process that is stopped or starved for less than this is not given up; reads that wait for it
+# have their own deadlines, so it may be long.
+HEARTBEAT_TIMEOUT_S: Final = PUT_TIMEOUT_S
 # Puts and notes in flight, all connections.
 _BATCHES_MAX: Final = 1024
 
@@ -93,7 +97,7 @@ class UcxTransport(Transport):
         endpoint_max: int = ENDPOINTS_MAX,
         copy_threads: int = 2,
         heartbeat_interval_s: float = 1.0,
-        heartbeat_timeout_s: float = 5.0,
+        heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
         library: str | None = None,
     ) -> None:
         self.incarnation = new_incarnation()

@@ -32,7 +32,7 @@ from kvpool.transfer.ucx_wire import ASKS_MAX, Answer, Ask, encode
 logger = logging.getLogger(__name__)
 
 # A put that has not ended after this long closes the connection: the reader does not read.
-PUT_TIMEOUT_S: Final = 10.0
+PUT_TIMEOUT_S: Final = 15.0
 # When an ask that found no room is tried again.
 _RETRY_S: Final = 0.001
 
