@@ -1,17 +1,14 @@
 """``kvpool-serve``: one command that serves a model on this machine behind the OpenAI HTTP API.
 
-Owns the command line, the order of start and stop (a pool process, prefill and decode workers, and
-the Conductor in this process), and the end of a process that stays silent. Who calls it: people,
-from a shell.
+Owns the order of start and stop (a pool process, prefill and decode workers, and the Conductor in
+this process), and the end of a process that stays silent. Who calls it: people, from a shell.
 """
 
-import argparse
 import asyncio
 import contextlib
 import json
 import logging
 import math
-import os
 import shutil
 import signal
 import socket
@@ -19,7 +16,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Coroutine, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -30,9 +26,8 @@ from tqdm import tqdm
 from kvpool.client import protocol
 from kvpool.client.rpc import AsyncCaller
 from kvpool.completion import Deadline
-from kvpool.config import RUN_DIR_BYTES_MAX, RuntimeConfig, parse_size
+from kvpool.config import RUN_DIR_BYTES_MAX
 from kvpool.errors import (
-    ConfigError,
     KVPoolError,
     PeerUnreachableError,
     UnavailableError,
@@ -43,14 +38,12 @@ from kvpool.integration.conductor.dispatch import Dispatcher
 from kvpool.integration.conductor.links import Heartbeat, WorkerLink
 from kvpool.integration.conductor.model import ModelText
 from kvpool.integration.process import leave
+from kvpool.integration.serve_options import ServeOptions, parse_arguments
 from kvpool.integration.supervisor import Supervisor
-from kvpool.transfer.choice import TRANSPORT_KINDS, TransportKind
 
 logger = logging.getLogger(__name__)
 
 POOL_NAME: Final = "pool"
-# More workers of a role than this are a slip of the finger.
-WORKERS_MAX: Final = 64
 # A process that is there but has not answered for this long is killed and started again: nothing
 # brings a stopped process back but whoever stopped it. Its requests have gone elsewhere long before.
 SILENT_KILL_S: Final = 20.0
@@ -62,144 +55,6 @@ _SILENCE_CHECK_S: Final = 0.5
 _REAP_S: Final = 0.5
 
 Coro = Coroutine[Any, Any, Any]
-
-_EPILOG: Final = """\
-examples:
-  kvpool-serve                                   the demo model, SmolLM2-135M-Instruct
-  kvpool-serve --model ./Llama-3.2-1B --port 9000
-  kvpool-serve --dram 8GiB                       keep more KV blocks between requests
-  kvpool-serve --prefill 2 --decode 2            more workers, that share the processors
-
-Prompts are computed by prefill processes, streamed layer by layer to decode processes, and kept in
-a pool process, where later prompts that begin alike find them (usage.prompt_tokens_details
-.cached_tokens in the answers). A request goes to the least loaded worker that answers; a process
-that dies is started again. /health says how the processes are, /metrics counts.
-The API has no authentication: keep --host on loopback unless the network is trusted.
-"""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServeOptions:
-    """What the command line says.
-
-    Attributes:
-        runtime: Settings of the whole.
-        cache_dir: Where the demo's converted model is kept.
-        run_dir: Folder of the sockets; None makes one.
-        trace_dir: Where workers write their events; None writes none.
-        outbox_bytes: Staging of layer slices in each prefill worker.
-        threads: Threads that compute, in each worker.
-        prefill, decode: How many workers of each role.
-        transport: How KV blocks travel between the processes.
-    """
-
-    runtime: RuntimeConfig
-    cache_dir: Path
-    run_dir: Path | None
-    trace_dir: Path | None
-    outbox_bytes: int
-    threads: int
-    prefill: int
-    decode: int
-    transport: TransportKind
-
-    @property
-    def workers(self) -> dict[str, str]:
-        """Role of each worker, by its name: p0, p1, .. and d0, d1, ..."""
-        prefill = {f"p{number}": "prefill" for number in range(self.prefill)}
-        return prefill | {f"d{number}": "decode" for number in range(self.decode)}
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """Return the command line's parser."""
-    defaults = RuntimeConfig()
-    parser = argparse.ArgumentParser(
-        prog="kvpool-serve",
-        description="Serve a language model behind the OpenAI HTTP API, with a pool of KV blocks.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-
-    def option(name: str, default: object, text: str, kind: type = str) -> None:
-        parser.add_argument(name, default=default, type=kind, help=f"{text} (default: {default})")
-
-    parser.add_argument(
-        "--model", default="", help="a model's folder (default: SmolLM2-135M-Instruct, a demo)"
-    )
-    option("--host", defaults.host, "address to listen at")
-    option("--port", defaults.port, "port to listen at; 0 picks a free one", int)
-    option("--prefill", 1, "prefill workers: each computes one prompt at a time", int)
-    option("--decode", 1, "decode workers: each runs many requests at a time", int)
-    option("--device", defaults.device, "torch device to compute on")
-    option("--dtype", defaults.dtype, "of weights, compute and KV; on a CPU float32 is fastest")
-    option("--dram", "1GiB", "memory of the pool, kept between requests")
-    option("--kv-bytes", "512MiB", "KV memory of each worker: what runs at a time")
-    option("--block-tokens", defaults.block_tokens, "tokens of a block, a multiple of 16", int)
-    option("--chunk-tokens", defaults.chunk_tokens, "most prompt tokens in one forward", int)
-    option("--running-max", defaults.running_max, "most requests in one decode step", int)
-    parser.add_argument(
-        "--threads",
-        type=int,
-        help="threads that compute, in each worker (default: the processors, shared by all workers)",
-    )
-    option("--outbox-bytes", "64MiB", "staging of layers on their way to decode workers")
-    option("--request-timeout-s", defaults.request_timeout_s, "longest life of a request", float)
-    option("--cache-dir", Path.home() / ".cache" / "kvpool", "where the demo model is kept", Path)
-    parser.add_argument(
-        "--transport",
-        choices=TRANSPORT_KINDS,
-        default="host",
-        help="how KV blocks travel between the processes: host is shared memory; ucx is TCP on"
-        " loopback, where any user of this machine who connects could write to the processes'"
-        " memory (default: %(default)s)",
-    )
-    parser.add_argument("--run-dir", type=Path, help="folder of the sockets (default: a fresh one)")
-    parser.add_argument("--trace-dir", type=Path, help="write the workers' events here")
-    return parser
-
-
-def default_threads(workers: int) -> int:
-    """Return the share of the processors that each worker gets: all compute at the same time."""
-    return max(1, len(os.sched_getaffinity(0)) // workers)
-
-
-def parse_arguments(argv: Sequence[str] | None) -> ServeOptions:
-    """Read the command line. Raises ConfigError, or exits with 2 as argparse does."""
-    options = make_parser().parse_args(argv)
-    for role in ("prefill", "decode"):
-        count = getattr(options, role)
-        if not 1 <= count <= WORKERS_MAX:
-            raise ConfigError(f"--{role} is {count}: use 1 to {WORKERS_MAX} workers", key=role)
-    if options.threads is None:
-        options.threads = default_threads(options.prefill + options.decode)
-    if options.threads < 1:
-        raise ConfigError(f"--threads is {options.threads}: use 1 or more", key="threads")
-    if options.model and not Path(options.model).is_dir():
-        raise UsageError(f"--model: there is no folder {options.model}", path=options.model)
-    runtime = RuntimeConfig(
-        model=options.model,
-        device=options.device,
-        dtype=options.dtype,
-        block_tokens=options.block_tokens,
-        dram_bytes=parse_size(options.dram, key="--dram"),
-        gpu_bytes=parse_size(options.kv_bytes, key="--kv-bytes"),
-        host=options.host,
-        port=options.port,
-        chunk_tokens=options.chunk_tokens,
-        running_max=options.running_max,
-        request_timeout_s=options.request_timeout_s,
-    )
-    return ServeOptions(
-        runtime=runtime,
-        cache_dir=options.cache_dir,
-        run_dir=options.run_dir,
-        trace_dir=options.trace_dir,
-        outbox_bytes=parse_size(options.outbox_bytes, key="--outbox-bytes"),
-        threads=options.threads,
-        prefill=options.prefill,
-        decode=options.decode,
-        transport=options.transport,
-    )
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -1,0 +1,39 @@
+"""The command line of kvpool-serve: workers and their share of the machine."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvpool.errors import ConfigError
+from kvpool.integration.serve import child_commands
+from kvpool.integration.serve_options import WORKERS_MAX, default_threads, parse_arguments
+
+
+def test_workers_have_names_and_a_process_each() -> None:
+    options = parse_arguments(["--prefill", "2", "--decode", "3", "--trace-dir", "trace"])
+    roles = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode", "d2": "decode"}
+    assert options.workers == roles
+    commands = child_commands(options, Path("model"), Path("run"))
+    assert list(commands) == ["pool", *roles]
+    for name, role in roles.items():
+        command = list(commands[name])
+        assert command[command.index("-m") + 1] == f"kvpool.integration.runtime.{role}"
+        assert command[command.index("--name") + 1] == name
+        assert command[command.index("--trace") + 1] == f"trace/{name}.jsonl"
+
+
+def test_the_processors_are_shared() -> None:
+    processors = len(os.sched_getaffinity(0))
+    assert default_threads(1) == processors
+    assert default_threads(processors + 1) == 1
+    assert parse_arguments([]).threads == default_threads(2)
+    assert parse_arguments(["--prefill", "3", "--decode", "2"]).threads == default_threads(5)
+    assert parse_arguments(["--threads", "7"]).threads == 7
+
+
+@pytest.mark.parametrize("flag", ["--prefill", "--decode"])
+@pytest.mark.parametrize("count", [0, -1, WORKERS_MAX + 1])
+def test_a_silly_number_of_workers_is_refused(flag: str, count: int) -> None:
+    with pytest.raises(ConfigError, match=flag):
+        parse_arguments([flag, str(count)])
