@@ -8,7 +8,8 @@ wings need it (docs/decisions/0001).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
@@ -29,6 +30,25 @@ if TYPE_CHECKING:
 
 # What a slot that is published without a name carries: outbox slices are known by their slot.
 NO_HASH = BlockHash(bytes(32))
+
+
+# Every page of an arena is touched when it is made. Asking the kernel for more than it has does not
+# end in an error: the machine slows down for a minute, then the kernel kills some process.
+_MEMINFO: Final = Path("/proc/meminfo")
+_CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
+
+
+def _available_bytes() -> int | None:
+    """Return the memory that can be taken now without swapping, or None where nothing says so."""
+    known: list[int] = []
+    try:
+        for line in _MEMINFO.read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                known.append(int(line.split()[1]) << 10)
+        known.append(int(_CGROUP_LIMIT.read_text()))
+    except (OSError, ValueError, IndexError):
+        pass  # no cgroup, or its limit is "max"
+    return min(known, default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +87,22 @@ class Arena:
         layout: What one slot holds, in canonical order.
         slot_count: How many slots; memory is taken and touched at once.
         incarnation: This run of this process.
+
+    Raises:
+        UsageError: No slots are asked for.
+        CapacityError: The machine does not have that much memory. None was touched.
     """
 
     def __init__(self, layout: BlockLayout, slot_count: int, incarnation: Incarnation) -> None:
         if slot_count <= 0:
             raise UsageError(f"an arena of {slot_count} slots: it needs at least one")
+        wanted, available = slot_count * layout.block_bytes, _available_bytes()
+        if available is not None and wanted > available:
+            raise CapacityError(
+                f"an arena of {wanted >> 20} MiB where {available >> 20} MiB of memory are "
+                "available: ask for less",
+                size_bytes=wanted,
+            )
         self.layout = layout
         self.slot_count = slot_count
         self.incarnation = incarnation

@@ -43,8 +43,6 @@ logger = logging.getLogger(__name__)
 
 Role = Literal["prefill", "decode"]
 
-# How long a worker waits at its start for the pool's server to answer.
-POOL_CONNECT_TIMEOUT_S: Final = 30.0
 # Staging of layer slices: a few hundred slices of a small model, tens of a large one.
 OUTBOX_BYTES: Final = 64 << 20
 # Running calls get this long at SIGTERM before they are cancelled.
@@ -288,7 +286,12 @@ async def opened_parts(config: WorkerConfig, role: Role) -> AsyncIterator[Parts]
         layout = loaded.spec.layout(config.runtime.block_tokens)
         pool = stack.enter_context(
             await asyncio.to_thread(
-                connect, config.run_dir, layout, POOL_CONNECT_TIMEOUT_S, transport=transport
+                connect,
+                config.run_dir,
+                layout,
+                # The first to ask has the pool touch every page of its arena: a second a GiB or so.
+                config.runtime.start_timeout_s,
+                transport=transport,
             )
         )
         parts = assemble(config, role, loaded, transport, pool, loop, sink)
