@@ -140,7 +140,8 @@ def _shifted(logits: Any, sampling: Sampling, output: Sequence[int]) -> Any:
 
 def _draw(logits: Any, sampling: Sampling, number: float) -> int:
     """Return the token at which the cumulative probability of one row passes ``number``."""
-    scaled = logits.double() / sampling.temperature
+    # The largest becomes 0: no temperature, however low, makes it infinite.
+    scaled = (logits.double() - logits.max()) / sampling.temperature
     ids = None
     if sampling.top_k:
         scaled, ids = scaled.topk(min(sampling.top_k, scaled.numel()))  # sorted, largest first

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 
+import msgspec
 import pytest
 import torch
 
@@ -70,6 +71,14 @@ def test_frequencies_follow_the_probabilities() -> None:
 def test_temperature_flattens() -> None:
     counts = draws(Sampling(temperature=2.0, seed=5), logits(0.8, 0.2), 2000)
     assert counts[1] / 2000 == pytest.approx(1 / 3, abs=0.05)  # sqrt(.2) / (sqrt(.8) + sqrt(.2))
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_k": 3}, {"top_p": 0.9}])
+def test_the_lowest_temperature_is_greedy(cut: dict[str, float]) -> None:
+    row = torch.tensor([[30.0, 80.0, -50.0, 79.0]])
+    for temperature in (5e-324, 1e-308, 1e-30, 1e-6):
+        cold = msgspec.structs.replace(Sampling(temperature=temperature), **cut)
+        assert set(draws(cold, row)) == {1}
 
 
 def test_top_k_keeps_the_k_largest() -> None:
