@@ -134,8 +134,22 @@ class ServeProcess:
 
     def pool_stats(self) -> dict[str, int]:
         """What the pool says of itself."""
-        reply = self._caller(protocol.CONTROL_SOCKET).call(protocol.STATS, protocol.Done(), WAIT_S)
-        return reply.stats
+        return self._pool().stats
+
+    def wait_connected(self) -> None:
+        """Wait until every worker is connected to the pool: after a new one has been started."""
+        workers = len(self.prefill + self.decode)
+
+        def connected() -> bool:
+            try:
+                return self._pool().extra["clients"] == workers
+            except KVPoolError:
+                return False
+
+        until(connected, "all workers are connected to the pool")
+
+    def _pool(self) -> protocol.StatsReply:
+        return self._caller(protocol.CONTROL_SOCKET).call(protocol.STATS, protocol.Done(), WAIT_S)
 
     def holdings(self) -> Holdings:
         """All that requests hold now."""

@@ -59,9 +59,9 @@ class Parking:
                 "send fewer long requests at a time, or start the worker with more --kv-bytes",
                 size_bytes=count * self._layout.block_bytes,
             )
-        # Pages of its own, that go back to the system as soon as the copy is resumed.
-        pages = mmap.mmap(-1, count * self._layout.block_bytes)
-        view = BlockView.of_buffer(self._layout, Span.of(np.frombuffer(pages, dtype=np.uint8)))
+        # A mapping of its own, that goes back to the system as soon as the copy is resumed.
+        mapping = mmap.mmap(-1, count * self._layout.block_bytes)
+        view = BlockView.of_buffer(self._layout, Span.of(np.frombuffer(mapping, dtype=np.uint8)))
         parked = Parked(view, copy_blocks(view, source))
         self.blocks += count
         self.parks += 1

@@ -133,6 +133,7 @@ class Machine:
     def settle(self) -> dict[str, tuple[int, Footprint]]:
         """Wait until all is well and idle and everybody knows everybody; return what they hold."""
         self.server.wait_healthy()
+        self.server.wait_connected()
         self.server.wait_idle()
         asyncio.run(self.introduce())
         self.server.wait_idle()
