@@ -35,6 +35,23 @@ class PrefixIndex:
         if lib.kvp_table_put(self._table, _whole(key), number) == lib.KVP_FULL:
             raise CapacityError("the index is full: it was made for fewer entries")
 
+    def add(self, keys: bytes, numbers: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Insert the keys (32 bytes each, concatenated) that are absent, with a number each.
+
+        Returns:
+            For each key whether it was absent. Raises CapacityError, and inserts nothing, unless
+            there is room for all of them.
+        """
+        count = _count(keys)
+        if len(numbers) != count:
+            raise UsageError(f"{len(numbers)} numbers for {count} keys")
+        added = np.empty(count, dtype=np.bool_)
+        values = ffi.from_buffer("uint64_t[]", np.ascontiguousarray(numbers, dtype=np.uint64))
+        said = ffi.from_buffer("bool[]", added, require_writable=True)
+        if lib.kvp_table_add(self._table, keys, values, count, said) == lib.KVP_FULL:
+            raise CapacityError("the index is full: it was made for fewer entries")
+        return added
+
     def get(self, key: BlockHash) -> int | None:
         """Return the number of ``key``, or None."""
         number = ffi.new("uint64_t *")
@@ -44,7 +61,14 @@ class PrefixIndex:
 
     def remove(self, key: BlockHash) -> bool:
         """Forget ``key``. Returns False if it was not there."""
-        return lib.kvp_table_remove(self._table, _whole(key)) == lib.KVP_OK
+        return lib.kvp_table_remove(self._table, _whole(key), 1, ffi.NULL) == 1
+
+    def take(self, keys: bytes) -> NDArray[np.uint64]:
+        """Forget the leading keys that are there; return their numbers."""
+        found = np.empty(_count(keys), dtype=np.uint64)
+        values = ffi.from_buffer("uint64_t[]", found, require_writable=True)
+        count = lib.kvp_table_remove(self._table, keys, len(found), values)
+        return found[:count]
 
     def match(self, keys: bytes) -> int:
         """Count the leading keys (32 bytes each, concatenated) that are there."""

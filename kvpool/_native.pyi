@@ -91,7 +91,11 @@ class FFI:
     # that only C looks into.
     @overload
     def new(  # type: ignore[overload-overlap]
-        self, cdecl: Literal["kvp_arena **", "kvp_window **", "kvp_mailbox **", "kvp_ucx **"], /
+        self,
+        cdecl: Literal[
+            "kvp_arena **", "kvp_crew **", "kvp_window **", "kvp_mailbox **", "kvp_ucx **"
+        ],
+        /,
     ) -> PointerCData: ...
     @overload
     def new(  # type: ignore[overload-overlap]
@@ -136,6 +140,14 @@ class Lib:
     KVP_TIMEOUT: Final = 9
     KVP_PEER: Final = 10
 
+    KVP_ARENA_PIN: Final = 0
+    KVP_ARENA_UNPIN: Final = 1
+    KVP_ARENA_GRANT: Final = 2
+    KVP_ARENA_SETTLE: Final = 3
+    KVP_ARENA_RELEASE: Final = 4
+    KVP_ARENA_REQUIRE_RESERVED: Final = 5
+    KVP_ARENA_REQUIRE_PINNED: Final = 6
+
     KVP_UCX_OPENED: Final = 1
     KVP_UCX_ARRIVED: Final = 2
     KVP_UCX_BATCH: Final = 3
@@ -161,7 +173,12 @@ class Lib:
     def kvp_table_count(self, table: CData, /) -> int: ...
     def kvp_table_put(self, table: CData, hash: CData | bytes, value: int, /) -> int: ...
     def kvp_table_get(self, table: CData, hash: CData | bytes, value: CData, /) -> int: ...
-    def kvp_table_remove(self, table: CData, hash: CData | bytes, /) -> int: ...
+    def kvp_table_add(
+        self, table: CData, hashes: CData | bytes, values: CData, count: int, added: CData, /
+    ) -> int: ...
+    def kvp_table_remove(
+        self, table: CData, hashes: CData | bytes, count: int, values: CData, /
+    ) -> int: ...
     def kvp_table_match(
         self, table: CData, hashes: CData | bytes, count: int, values: CData, /
     ) -> int: ...
@@ -173,6 +190,27 @@ class Lib:
     # copy.c
     def kvp_copy_blocks(
         self,
+        shape: CData,
+        dst: CData,
+        dst_blocks: CData,
+        src: CData,
+        src_blocks: CData,
+        block_count: int,
+        layer_begin: int,
+        layer_end: int,
+        crc_expected: CData,
+        crc_out: CData,
+        crc_block_stride: int,
+        bad_block: CData,
+        /,
+    ) -> int: ...
+
+    # crew.c
+    def kvp_crew_open(self, helpers: int, out: CData, /) -> int: ...
+    def kvp_crew_close(self, crew: CData, /) -> None: ...
+    def kvp_crew_copy_blocks(
+        self,
+        crew: CData,
         shape: CData,
         dst: CData,
         dst_blocks: CData,
@@ -212,16 +250,40 @@ class Lib:
     def kvp_arena_fd(self, arena: CData, /) -> int: ...
     def kvp_arena_base(self, arena: CData, /) -> int: ...
     def kvp_arena_slot_stride(self, arena: CData, /) -> int: ...
-    def kvp_arena_reserve(self, arena: CData, slot: CData, generation: CData, /) -> int: ...
-    def kvp_arena_commit(
-        self, arena: CData, slot: int, generation: int, hash: CData | bytes, crcs: CData, /
+    def kvp_arena_reserve(
+        self, arena: CData, count: int, grant: bool, slots: CData, generations: CData, /
     ) -> int: ...
-    def kvp_arena_pin(self, arena: CData, slot: int, generation: int, /) -> int: ...
-    def kvp_arena_unpin(self, arena: CData, slot: int, generation: int, /) -> int: ...
-    def kvp_arena_grant(self, arena: CData, slot: int, generation: int, /) -> int: ...
-    def kvp_arena_settle(self, arena: CData, slot: int, generation: int, /) -> int: ...
-    def kvp_arena_release(self, arena: CData, slot: int, generation: int, /) -> int: ...
-    def kvp_arena_crcs(self, arena: CData, slot: int, generation: int, crcs: CData, /) -> int: ...
+    def kvp_arena_change(
+        self,
+        arena: CData,
+        step: int,
+        slots: CData,
+        generations: CData,
+        count: int,
+        done: CData,
+        /,
+    ) -> int: ...
+    def kvp_arena_commit(
+        self,
+        arena: CData,
+        slots: CData,
+        generations: CData,
+        count: int,
+        hashes: CData | bytes,
+        crcs: CData,
+        done: CData,
+        /,
+    ) -> int: ...
+    def kvp_arena_crcs(
+        self,
+        arena: CData,
+        slots: CData,
+        generations: CData,
+        count: int,
+        crcs: CData,
+        done: CData,
+        /,
+    ) -> int: ...
     def kvp_arena_count(self, arena: CData, out: CData, /) -> None: ...
 
     # window.c

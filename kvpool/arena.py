@@ -8,10 +8,10 @@ wings need it (docs/decisions/0001).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvpool._native import ffi, lib
 from kvpool.block import BlockHash, BlockLayout, Incarnation, SlotIndex
@@ -23,32 +23,29 @@ from kvpool.errors import (
     StaleIncarnationError,
     UsageError,
 )
-from kvpool.memory import BlockIds, BlockView, Crcs
+from kvpool.host_memory import memory_limit
+from kvpool.memory import BlockView, Crcs
 
 if TYPE_CHECKING:
     from kvpool._native import CData
+
+SlotNumbers = NDArray[np.uint32]
+Generations = NDArray[np.uint64]
 
 # What a slot that is published without a name carries: outbox slices are known by their slot.
 NO_HASH = BlockHash(bytes(32))
 
 
-# Every page of an arena is touched when it is made. Asking the kernel for more than it has does not
-# end in an error: the machine slows down for a minute, then the kernel kills some process.
-_MEMINFO: Final = Path("/proc/meminfo")
-_CGROUP_LIMIT: Final = Path("/sys/fs/cgroup/memory.max")
-
-
-def _available_bytes() -> int | None:
-    """Return the memory that can be taken now without swapping, or None where nothing says so."""
-    known: list[int] = []
-    try:
-        for line in _MEMINFO.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                known.append(int(line.split()[1]) << 10)
-        known.append(int(_CGROUP_LIMIT.read_text()))
-    except (OSError, ValueError, IndexError):
-        pass  # no cgroup, or its limit is "max"
-    return min(known, default=None)
+# What a slot must be for each step, for a person.
+_NEEDED: Final = {
+    lib.KVP_ARENA_PIN: "ready",
+    lib.KVP_ARENA_UNPIN: "pinned",
+    lib.KVP_ARENA_GRANT: "reserved or ready",
+    lib.KVP_ARENA_SETTLE: "granted",
+    lib.KVP_ARENA_RELEASE: "reserved or ready, without a pin,",
+    lib.KVP_ARENA_REQUIRE_RESERVED: "reserved",
+    lib.KVP_ARENA_REQUIRE_PINNED: "pinned",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +61,53 @@ class Slot:
     generation: int
 
 
+class Slots(Sequence[Slot]):
+    """Slots as two arrays, which the C core takes as they are; a ``Slot`` is made when asked for.
+
+    Attributes:
+        indices: uint32 [slots].
+        generations: uint64 [slots].
+    """
+
+    __slots__ = ("generations", "indices")
+    __hash__ = None  # type: ignore[assignment]  # equal to a list of the same slots
+
+    def __init__(self, indices: SlotNumbers, generations: Generations) -> None:
+        self.indices = indices
+        self.generations = generations
+
+    @classmethod
+    def of(cls, slots: Slot | Sequence[Slot]) -> "Slots":
+        """Return one or more slots as arrays: themselves, if they are."""
+        if isinstance(slots, Slots):
+            return slots
+        if isinstance(slots, Slot):
+            slots = [slots]
+        count = len(slots)
+        return cls(
+            np.fromiter((slot.index for slot in slots), dtype=np.uint32, count=count),
+            np.fromiter((slot.generation for slot in slots), dtype=np.uint64, count=count),
+        )
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    @overload
+    def __getitem__(self, at: int) -> Slot: ...
+    @overload
+    def __getitem__(self, at: slice) -> "Slots": ...
+    def __getitem__(self, at: int | slice) -> "Slot | Slots":
+        if isinstance(at, slice):
+            return Slots(self.indices[at], self.generations[at])
+        return Slot(SlotIndex(int(self.indices[at])), int(self.generations[at]))
+
+    def __eq__(self, other: object) -> bool:
+        return list(self) == (list(other) if isinstance(other, Slots) else other)
+
+    def __repr__(self) -> str:
+        return f"Slots({list(self)!r})"
+
+
 @dataclass(frozen=True, slots=True)
 class ArenaCounts:
     """Slots by state, and the pins and grants that are out."""
@@ -74,10 +118,6 @@ class ArenaCounts:
     quarantined: int
     pins: int
     grants: int
-
-
-def _indices(slots: Sequence[Slot]) -> BlockIds:
-    return np.fromiter((slot.index for slot in slots), dtype=np.uint64, count=len(slots))
 
 
 class Arena:
@@ -96,22 +136,22 @@ class Arena:
     def __init__(self, layout: BlockLayout, slot_count: int, incarnation: Incarnation) -> None:
         if slot_count <= 0:
             raise UsageError(f"an arena of {slot_count} slots: it needs at least one")
-        wanted, available = slot_count * layout.block_bytes, _available_bytes()
-        if available is not None and wanted > available:
-            raise CapacityError(
-                f"an arena of {wanted >> 20} MiB where {available >> 20} MiB of memory are "
-                "available: ask for less",
-                size_bytes=wanted,
-            )
         self.layout = layout
         self.slot_count = slot_count
         self.incarnation = incarnation
+        size = slot_count * layout.block_bytes
+        limit = memory_limit()
+        if limit is not None and size > limit.available_bytes:
+            raise CapacityError(
+                f"{slot_count} slots of {layout.block_bytes} bytes are {size >> 20} MiB, and "
+                f"{limit.source} leaves {limit.available_bytes >> 20} MiB: ask for less",
+                size_bytes=size,
+            )
         out = ffi.new("kvp_arena **")
         status = lib.kvp_arena_open(
             slot_count, layout.block_bytes, layout.crc_count, incarnation, out
         )
         if status != lib.KVP_OK:
-            size = slot_count * layout.block_bytes
             raise CapacityError(
                 f"no shared memory for {slot_count} slots of {layout.block_bytes} bytes "
                 f"(errno {ffi.errno}): ask for less, or raise the memory limit",
@@ -128,66 +168,95 @@ class Arena:
 
     def reserve(self) -> Slot:
         """Take a free slot. Raises CapacityError if there is none."""
-        arena = self._open()
-        index, generation = ffi.new("uint32_t *"), ffi.new("uint64_t *")
-        status = lib.kvp_arena_reserve(arena, index, generation)
-        if status == lib.KVP_FULL:
+        taken = self.reserve_some(1)
+        if not taken:
             raise CapacityError("no free slot", size_bytes=self.layout.block_bytes)
-        self._check(status, None)
-        return Slot(SlotIndex(index[0]), generation[0])
+        return taken[0]
+
+    def reserve_some(self, count: int, *, granted: bool = False) -> Slots:
+        """Take up to ``count`` free slots, with one grant each if ``granted``."""
+        arena = self._open()
+        indices = np.empty(count, dtype=np.uint32)
+        generations = np.empty(count, dtype=np.uint64)
+        taken = lib.kvp_arena_reserve(
+            arena,
+            count,
+            granted,
+            ffi.from_buffer("uint32_t[]", indices, require_writable=True),
+            ffi.from_buffer("uint64_t[]", generations, require_writable=True),
+        )
+        return Slots(indices[:taken], generations[:taken])
 
     def commit(self, slot: Slot, crcs: Crcs, name: BlockHash = NO_HASH) -> None:
         """Publish a reserved slot with its checksums, uint32 with ``layout.crc_count`` values."""
-        arena = self._open()
+        self.commit_all([slot], crcs, name)
+
+    def commit_all(self, slots: Sequence[Slot], crcs: Crcs, names: bytes) -> None:
+        """Publish reserved slots, in order, with ``crc_count`` checksums and 32 bytes each.
+
+        Raises UsageError at the first slot that is not reserved; those before it are published.
+        """
+        arena, run = self._open(), Slots.of(slots)
         flat = np.ascontiguousarray(crcs, dtype=np.uint32).reshape(-1)
-        if flat.size != self.layout.crc_count or len(name) != len(NO_HASH):
-            raise UsageError(f"{flat.size} checksums where {self.layout.crc_count} are expected")
+        expected = len(run) * self.layout.crc_count
+        if flat.size != expected or len(names) != len(run) * len(NO_HASH):
+            raise UsageError(
+                f"{flat.size} checksums and {len(names)} bytes of names where {expected} and "
+                f"{len(run) * len(NO_HASH)} are expected"
+            )
+        done = ffi.new("size_t *")
         buffer = ffi.from_buffer("uint32_t[]", flat)
-        status = lib.kvp_arena_commit(arena, slot.index, slot.generation, name, buffer)
-        self._check(status, slot)
+        status = lib.kvp_arena_commit(arena, *_arrays(run), names, buffer, done)
+        self._check(status, run, done[0], "reserved")
 
-    def pin(self, slot: Slot) -> None:
-        """Keep a ready slot from being released. Raises UsageError if it is another life."""
-        arena = self._open()
-        self._check(lib.kvp_arena_pin(arena, slot.index, slot.generation), slot)
+    def pin(self, slots: "Slot | Sequence[Slot]") -> None:
+        """Keep ready slots from being released. Raises UsageError at one in another life."""
+        self._change(self._open(), lib.KVP_ARENA_PIN, slots)
 
-    def unpin(self, slot: Slot) -> None:
-        """Give one pin back."""
+    def unpin(self, slots: "Slot | Sequence[Slot]") -> None:
+        """Give one pin of each slot back."""
         if (arena := self._arena) is not None:
-            self._check(lib.kvp_arena_unpin(arena, slot.index, slot.generation), slot)
+            self._change(arena, lib.KVP_ARENA_UNPIN, slots)
 
-    def grant(self, slot: Slot) -> None:
-        """Count one more party that may still touch the slot's bytes."""
-        arena = self._open()
-        self._check(lib.kvp_arena_grant(arena, slot.index, slot.generation), slot)
+    def grant(self, slots: "Slot | Sequence[Slot]") -> None:
+        """Count one more party that may still touch the slots' bytes."""
+        self._change(self._open(), lib.KVP_ARENA_GRANT, slots)
 
-    def settle(self, slot: Slot) -> None:
-        """Give one grant back."""
+    def settle(self, slots: "Slot | Sequence[Slot]") -> None:
+        """Give one grant of each slot back."""
         if (arena := self._arena) is not None:
-            self._check(lib.kvp_arena_settle(arena, slot.index, slot.generation), slot)
+            self._change(arena, lib.KVP_ARENA_SETTLE, slots)
 
-    def release(self, slot: Slot) -> None:
-        """Give the slot up: free now, or quarantined while grants are out. Not while pinned."""
+    def release(self, slots: "Slot | Sequence[Slot]") -> None:
+        """Give slots up: free now, or quarantined while grants are out. Not while pinned."""
         if (arena := self._arena) is not None:
-            self._check(lib.kvp_arena_release(arena, slot.index, slot.generation), slot)
+            self._change(arena, lib.KVP_ARENA_RELEASE, slots)
+
+    def require_reserved(self, slots: Sequence[Slot]) -> None:
+        """Raise UsageError unless all slots are reserved, in just these lives."""
+        self._change(self._open(), lib.KVP_ARENA_REQUIRE_RESERVED, slots)
+
+    def require_pinned(self, slots: Sequence[Slot]) -> None:
+        """Raise UsageError unless all slots are pinned, in just these lives."""
+        self._change(self._open(), lib.KVP_ARENA_REQUIRE_PINNED, slots)
 
     def crcs(self, slots: Sequence[Slot]) -> Crcs:
         """Return the checksums of ready slots, uint32 [slots, layers, kv_heads]."""
-        arena = self._open()
-        shape = (len(slots), self.layout.num_layers, self.layout.kv_heads)
-        out = np.zeros(shape, dtype=np.uint32)
-        for row, slot in zip(out, slots, strict=True):
-            buffer = ffi.from_buffer("uint32_t[]", row, require_writable=True)
-            status = lib.kvp_arena_crcs(arena, slot.index, slot.generation, buffer)
-            self._check(status, slot)
+        arena, run = self._open(), Slots.of(slots)
+        out = np.empty((len(run), self.layout.num_layers, self.layout.kv_heads), dtype=np.uint32)
+        done = ffi.new("size_t *")
+        buffer = ffi.from_buffer("uint32_t[]", out, require_writable=True)
+        status = lib.kvp_arena_crcs(arena, *_arrays(run), buffer, done)
+        self._check(status, run, done[0], "ready")
         return out
 
-    def view(self, slots: Sequence[Slot]) -> BlockView:
+    def view(self, slots: Sequence[Slot], *, writable: bool = True) -> BlockView:
         """Describe slots for a copy. The caller holds them reserved or pinned meanwhile."""
         arena = self._open()
         base = lib.kvp_arena_base(arena)
         stride = lib.kvp_arena_slot_stride(arena)
-        return BlockView.canonical(self.layout, base, stride, _indices(slots), owner=arena)
+        ids = Slots.of(slots).indices.astype(np.uint64)
+        return BlockView.canonical(self.layout, base, stride, ids, arena, writable)
 
     def counts(self) -> ArenaCounts:
         """Return a consistent snapshot."""
@@ -206,12 +275,26 @@ class Arena:
             raise ClosedError("the arena is closed")
         return arena
 
-    def _check(self, status: int, slot: Slot | None) -> None:
+    def _change(self, arena: "CData", step: int, slots: "Slot | Sequence[Slot]") -> None:
+        run, done = Slots.of(slots), ffi.new("size_t *")
+        status = lib.kvp_arena_change(arena, step, *_arrays(run), done)
+        self._check(status, run, done[0], _NEEDED[step])
+
+    def _check(self, status: int, slots: Slots, done: int, needed: str) -> None:
         if status == lib.KVP_OK:
             return
+        slot = slots[done] if done < len(slots) else None
         if status in (lib.KVP_STALE, lib.KVP_BUSY, lib.KVP_INVALID):
-            raise UsageError(f"{slot} is in another life or state than this call needs")
+            raise UsageError(f"{slot} is not {needed} in this life")
         raise InternalError(f"the arena answered {status} for {slot}")
+
+
+def _arrays(slots: Slots) -> "tuple[CData, CData, int]":
+    return (
+        ffi.from_buffer("uint32_t[]", np.ascontiguousarray(slots.indices)),
+        ffi.from_buffer("uint64_t[]", np.ascontiguousarray(slots.generations)),
+        len(slots),
+    )
 
 
 class Window:
@@ -252,7 +335,7 @@ class Window:
                 f"{layout.block_bytes} bytes and {layout.crc_count} checksums"
             )
 
-    def view(self, layout: BlockLayout, slots: Sequence[int]) -> BlockView:
+    def view(self, layout: BlockLayout, slots: "Sequence[int] | SlotNumbers") -> BlockView:
         """Describe slots as a read-only source. Valid while ``leading`` says so, before and after."""
         self.require_layout(layout)
         ids = np.asarray(slots, dtype=np.uint64)
@@ -260,7 +343,9 @@ class Window:
             layout, self.base, self.slot_stride, ids, owner=self, writable=False
         )
 
-    def leading(self, slots: Sequence[int], generations: Sequence[int]) -> int:
+    def leading(
+        self, slots: "Sequence[int] | SlotNumbers", generations: "Sequence[int] | Generations"
+    ) -> int:
         """Count the leading slots that are ready in just these lives now."""
         bad = ffi.new("size_t *")
         status = lib.kvp_window_check(self._window, *self._arrays(slots, generations), bad)
@@ -269,14 +354,17 @@ class Window:
         return self._bad(status, int(bad[0]))
 
     def crcs(
-        self, layout: BlockLayout, slots: Sequence[int], generations: Sequence[int]
+        self,
+        layout: BlockLayout,
+        slots: "Sequence[int] | SlotNumbers",
+        generations: "Sequence[int] | Generations",
     ) -> tuple[Crcs, int]:
         """Return checksums, uint32 [slots, layers, kv_heads], and how many leading ones are valid."""
         self.require_layout(layout)
-        out = np.zeros((len(slots), layout.num_layers, layout.kv_heads), dtype=np.uint32)
+        out = np.empty((len(slots), layout.num_layers, layout.kv_heads), dtype=np.uint32)
         bad = ffi.new("size_t *")
         buffer = ffi.from_buffer("uint32_t[]", out, require_writable=True)
-        good = self.leading(slots, generations)
+        good = len(slots)
         while good:  # the C core reads all or nothing; each turn that goes on asks for fewer
             arrays = self._arrays(slots[:good], generations[:good])
             status = lib.kvp_window_crcs(self._window, *arrays, buffer, bad)
@@ -291,15 +379,19 @@ class Window:
         raise UsageError(f"slot {index} of the request is past the end of the peer's region")
 
     def _arrays(
-        self, slots: Sequence[int], generations: Sequence[int]
+        self, slots: "Sequence[int] | SlotNumbers", generations: "Sequence[int] | Generations"
     ) -> "tuple[CData, CData, int]":
         if len(slots) != len(generations):
             raise UsageError("as many generations as slots are needed")
-        numbers = np.asarray(slots, dtype=np.int64)
-        if numbers.size and not 0 <= numbers.min() <= numbers.max() < self.slot_count:
-            raise UsageError(f"a slot is not within 0..{self.slot_count - 1}")
+        # Arrays of the right type go as they are: the C core looks whether a slot is past the end.
+        numbers = np.asarray(slots)
+        if numbers.dtype != np.uint32:
+            numbers = numbers.astype(np.int64)
+            if numbers.size and not 0 <= numbers.min() <= numbers.max() < self.slot_count:
+                raise UsageError(f"a slot is not within 0..{self.slot_count - 1}")
+            numbers = numbers.astype(np.uint32)
         return (
-            ffi.from_buffer("uint32_t[]", numbers.astype(np.uint32)),
+            ffi.from_buffer("uint32_t[]", numbers),
             ffi.from_buffer("uint64_t[]", np.asarray(generations, dtype=np.uint64)),
             len(slots),
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvpool.arena import Slot
+from kvpool.arena import Slots
 from kvpool.block import HASH_BYTES, BlockHash
 from kvpool.clock import Clock
 from kvpool.config import PoolConfig
@@ -32,7 +32,7 @@ class LeasedBlocks:
     """
 
     keys: bytes
-    slots: list[Slot]
+    slots: Slots
     bad: set[int] = field(default_factory=set)
 
 
@@ -61,7 +61,7 @@ class PoolLeases:
             client_bytes_max=config.lease_bytes_max, seconds_max=config.lease_seconds_max
         )
 
-    def grant(self, client: bytes, hashes: bytes, seconds: float) -> tuple[LeaseId, list[Slot]]:
+    def grant(self, client: bytes, hashes: bytes, seconds: float) -> tuple[LeaseId, Slots]:
         """Pin the leading blocks (32 bytes a hash) that are here for a client.
 
         Returns:
@@ -73,7 +73,7 @@ class PoolLeases:
             ClosedError: The tier is closed.
         """
         self.expire()
-        slots = self._tier.pin(hashes)
+        slots = Slots.of(self._tier.pin(hashes))
         held = LeasedBlocks(hashes[: len(slots) * HASH_BYTES], slots)
         size_bytes = len(slots) * self._tier.layout.block_bytes
         try:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kvpool._native import ffi, lib
 from kvpool.block import BlockLayout
-from kvpool.errors import CorruptionError, InternalError, UsageError
+from kvpool.errors import CapacityError, CorruptionError, InternalError, UsageError
 
 if TYPE_CHECKING:
     from kvpool._native import CData
@@ -147,12 +147,38 @@ class BlockView:
         )
 
 
+class Crew:
+    """Threads that share the work of one copy. Safe from any thread.
+
+    A copy is done by its caller and by the helpers that are idle; nobody waits for a helper that is
+    busy with another one. Closed when the last reference is gone, which may not be during a copy.
+
+    Args:
+        threads: That copy together, the caller included.
+    """
+
+    def __init__(self, threads: int) -> None:
+        if threads < 1:
+            raise UsageError(f"a crew of {threads} threads: it needs at least one")
+        out = ffi.new("kvp_crew **")
+        status = lib.kvp_crew_open(threads - 1, out)
+        if status != lib.KVP_OK:
+            raise CapacityError(f"{threads - 1} threads cannot be started (errno {ffi.errno})")
+        self.threads = threads
+        self._crew = ffi.gc(out[0], lib.kvp_crew_close)
+
+    def native(self) -> "CData":
+        """Return the ``kvp_crew``."""
+        return self._crew
+
+
 def copy_blocks(
     dest: BlockView,
     source: BlockView,
     *,
     layers: range | None = None,
     crcs: Crcs | None = None,
+    crew: Crew | None = None,
 ) -> Crcs:
     """Copy blocks between two views, computing CRC32C on the way.
 
@@ -161,9 +187,10 @@ def copy_blocks(
         source: Where from. The two must not overlap.
         layers: Layers to copy, step 1; None means all.
         crcs: uint32 [blocks, layers, kv_heads], what each (layer, head) must sum to, or None.
+        crew: Threads to share the work with; None means this one alone.
 
     Returns:
-        The CRC32C computed, uint32 [blocks, layers, kv_heads].
+        The CRC32C of what was copied, uint32 [blocks, layers, kv_heads]: ``crcs`` if it was given.
 
     Raises:
         CorruptionError: A checksum differed; ``block`` is the index of the first bad block. Blocks
@@ -172,29 +199,25 @@ def copy_blocks(
 
     Blocks for the copy, without the GIL. Safe from any thread.
     """
-    dest.layout.require_equal(source.layout)
-    if len(dest) != len(source):
-        raise UsageError(f"{len(source)} blocks do not fit a view of {len(dest)}")
-    if not dest.writable:
-        raise UsageError(
-            "the destination is another process's memory: bytes are pulled, not pushed"
-        )
+    _require_fit(dest, source)
     layout = source.layout
     span = range(layout.num_layers) if layers is None else layers
     if span.step != 1 or not 0 <= span.start <= span.stop <= layout.num_layers:
         raise UsageError(f"layers {span} are not a run within 0..{layout.num_layers}")
     shape = (len(source), len(span), layout.kv_heads)
-    if crcs is not None:
-        crcs = np.ascontiguousarray(crcs, dtype=np.uint32)
-        if crcs.shape != shape:
-            raise UsageError(f"checksums of shape {crcs.shape} where {shape} is expected")
-    computed = np.zeros(shape, dtype=np.uint32)
+    if crcs is None:
+        sums = np.empty(shape, dtype=np.uint32)
+    elif crcs.shape != shape:
+        raise UsageError(f"checksums of shape {crcs.shape} where {shape} is expected")
+    else:
+        sums = _in_runs(crcs)
+    pointer = ffi.cast("uint32_t *", sums.__array_interface__["data"][0])
     bad = ffi.new("size_t *")
     native_shape = ffi.new(
         "kvp_shape *",
         (layout.kv_heads, layout.block_tokens, layout.k_row_bytes, layout.v_row_bytes),
     )
-    status = lib.kvp_copy_blocks(
+    arguments = (
         native_shape,
         dest.native(),
         ffi.from_buffer("uint64_t[]", dest.block_ids),
@@ -203,13 +226,36 @@ def copy_blocks(
         len(source),
         span.start,
         span.stop,
-        ffi.NULL if crcs is None else ffi.from_buffer("uint32_t[]", crcs),
-        ffi.from_buffer("uint32_t[]", computed, require_writable=True),
-        len(span) * layout.kv_heads,
+        ffi.NULL if crcs is None else pointer,
+        pointer if crcs is None else ffi.NULL,
+        sums.strides[0] // sums.itemsize,
         bad,
     )
+    if crew is None:
+        status = lib.kvp_copy_blocks(*arguments)
+    else:
+        status = lib.kvp_crew_copy_blocks(crew.native(), *arguments)
     if status == lib.KVP_CORRUPT:
         raise CorruptionError(f"block {bad[0]} of {len(source)} has a wrong checksum", block=bad[0])
     if status != lib.KVP_OK:
         raise InternalError(f"kvp_copy_blocks answered {status}")
-    return computed
+    return sums
+
+
+def _require_fit(dest: BlockView, source: BlockView) -> None:
+    dest.layout.require_equal(source.layout)
+    if len(dest) != len(source):
+        raise UsageError(f"{len(source)} blocks do not fit a view of {len(dest)}")
+    if not dest.writable:
+        raise UsageError(
+            "the destination is another process's memory: bytes are pulled, not pushed"
+        )
+
+
+def _in_runs(crcs: Crcs) -> Crcs:
+    """Return checksums whose layers and heads lie one after another in each block, copied if not."""
+    block = crcs[:1]
+    fits = crcs.dtype == np.uint32 and block.flags.c_contiguous and block.flags.aligned
+    if fits and crcs.strides[0] >= block.nbytes:
+        return crcs
+    return np.ascontiguousarray(crcs, dtype=np.uint32)

@@ -5,8 +5,7 @@ and a server that serves its blocks to other processes.
 """
 
 import os
-import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Final, Self
 
 import numpy as np
@@ -22,7 +21,7 @@ from kvpool.block import (
     new_incarnation,
 )
 from kvpool.clock import Clock, SystemClock
-from kvpool.completion import Completion, CompletionSource, Deadline
+from kvpool.completion import Completion, CompletionSource
 from kvpool.config import PoolConfig
 from kvpool.errors import (
     CapacityError,
@@ -31,36 +30,30 @@ from kvpool.errors import (
     CorruptionError,
     LayoutMismatchError,
     LeaseExpiredError,
-    TransferTimeoutError,
     UsageError,
 )
 from kvpool.events import EventSink
 from kvpool.index.hashing import hash_chain
 from kvpool.index.prefix import PrefixIndex
 from kvpool.leases import LeasedBlocks, PoolLeases
-from kvpool.memory import BlockView, Crcs, copy_blocks
-from kvpool.operations import Look, Operations, run_into
+from kvpool.memory import BlockView, Crcs, Crew, copy_blocks
+from kvpool.operations import Look, Operations
 from kvpool.reservation import Reservation
 from kvpool.tiers.base import Tier
 from kvpool.tiers.dram import DramTier
 from kvpool.tiers.lease import LeaseId
 
-# Bytes copied between two looks at deadline and cancel: some 2 ms at 4 GB/s.
-BATCH_BYTES: Final = 8 << 20
+# Bytes copied between two looks at deadline and cancel, and between two words of layers that are
+# ready: 1 to 4 ms, of which the call from Python is some 1 %.
+BATCH_BYTES: Final = 16 << 20
 # Loads and stores running or queued; one more is refused.
 OPERATIONS_MAX: Final = 1024
-# Writers of ``store_from`` at once, late ones included; one more is refused.
-FILLS_MAX: Final = 64
 # Arenas hand out whole pages.
 _PAGE_BYTES: Final = 4096
 # Longest wait of ``close`` for copies under way.
 _CLOSE_TIMEOUT_S: Final = 4.0
 # The client name of leases that this process takes for itself.
 _LOCAL: Final = b""
-
-# Writes blocks ``begin`` to ``begin + len(view)`` of its run into ``view``; returns the CRC32C of the
-# leading ones that it wrote whole, uint32 [written, layers, kv_heads].
-Fill = Callable[[BlockView, int], Crcs]
 
 
 class PoolLease(Lease):
@@ -81,14 +74,15 @@ class PoolLease(Lease):
 class Pool(BlockPool):
     """A pool over one tier in this process. Safe from any thread.
 
-    Its parts have their own locks; ``_lock`` here guards only the set of writers under way. Copies
-    run on ``copy_threads`` threads, writers of ``store_from`` on threads named ``kvpool-fill``.
+    Its parts have their own locks, and it has none. Copies run on ``copy_threads`` threads, which
+    help each other: a load that is alone uses them all.
 
     Args:
         tier: Where blocks are. This pool's from now on: ``close`` closes it.
         config: Limits of leases; ``dram_bytes`` is not looked at.
         clock: Decides when leases run out; None means the machine's clock.
-        copy_threads: Loads and stores that copy at the same time.
+        copy_threads: Loads and stores that copy at the same time, and threads that one of them
+            is spread over.
 
     Attributes:
         leases: For a server: leases of clients by name, and what their readers report.
@@ -107,9 +101,8 @@ class Pool(BlockPool):
         self.leases = PoolLeases(tier, config or PoolConfig(), clock or SystemClock())
         self._operations = Operations(copy_threads, OPERATIONS_MAX)
         self._process = os.getpid()
-        self._lock = threading.Lock()
+        self._crew = Crew(copy_threads)
         self._closed = False
-        self._fills: dict[Reservation, CompletionSource[StoreResult]] = {}
 
     @classmethod
     def open(
@@ -216,60 +209,12 @@ class Pool(BlockPool):
             reservation = self._reserve(hashes, parent)
             try:
                 begin, view = reservation.begin, reservation.view
-                crcs = _copy_in(view, source.take(begin, begin + len(view)), look)
+                crcs = self._copy_in(view, source.take(begin, begin + len(view)), look)
                 return reservation.finish(crcs)
             finally:
                 reservation.settle()
 
         return self._operations.run(end, work)
-
-    def store_from(
-        self, hashes: bytes, parent: BlockHash | None, fill: Fill, *, deadline_s: float
-    ) -> StoreResult:
-        """Let a writer put blocks into the pool. Blocks until it has, at most ``deadline_s``.
-
-        Args:
-            hashes: Of the blocks, in chain order, 32 bytes each.
-            parent: Hash of the block before the first one, or None.
-            fill: Called once, on a thread of its own, with a view and the index of its first block;
-                see ``Fill``. Not called if every block is here, or there is no room.
-            deadline_s: Seconds from now. A ``fill`` that is later writes into quarantine: its slots
-                return to use when it has returned, and never before.
-
-        Raises:
-            TransferTimeoutError: The deadline passed. Nothing was stored.
-            ClosedError: The pool was closed. Nothing was stored.
-            KVPoolError: Whatever ``fill`` raised. Nothing was stored.
-        """
-        self._require_usable()
-        deadline = Deadline(deadline_s)
-        reservation = self._reserve(hashes, parent)
-        if not len(reservation.view):
-            return reservation.finish(_no_crcs(self.layout))
-        source: CompletionSource[StoreResult] = CompletionSource()
-        if not self._admit(reservation, source):
-            reservation.settle()
-            self._require_usable()
-            return StoreResult(0, 0, f"{FILLS_MAX} stores are under way: try later")
-
-        def work() -> StoreResult:
-            return reservation.finish(fill(reservation.view, reservation.begin))
-
-        def settle() -> None:
-            reservation.settle()
-            with self._lock:
-                self._fills.pop(reservation, None)
-
-        threading.Thread(
-            target=run_into, args=(source, work, settle), name="kvpool-fill", daemon=True
-        ).start()
-        try:
-            return source.completion.wait(deadline.remaining_s())
-        except TransferTimeoutError:
-            # Either it is given up now, or its end was first and the result is there at once.
-            if reservation.abandon():
-                source.fail(TransferTimeoutError(f"not written within {deadline_s} s"))
-            return source.completion.wait(_CLOSE_TIMEOUT_S)
 
     def stats(self) -> PoolStats:
         """Return counts. See ``BlockPool``."""
@@ -292,14 +237,9 @@ class Pool(BlockPool):
 
     def close(self) -> None:
         """End everything in flight with ClosedError and close the tier. See ``BlockPool``."""
-        with self._lock:
-            already, self._closed = self._closed, True
-            fills = dict(self._fills)
-        if already:
+        if self._closed:
             return
-        for reservation, source in fills.items():
-            if reservation.abandon():
-                source.fail(ClosedError("the pool was closed"))
+        self._closed = True
         self._operations.close(_CLOSE_TIMEOUT_S)
         self.leases.clear()
         self.tier.close()
@@ -309,13 +249,6 @@ class Pool(BlockPool):
             raise ClosedError("the pool is closed")
         if os.getpid() != self._process:
             raise UsageError("this pool is its parent process's: open one after the fork")
-
-    def _admit(self, reservation: Reservation, source: CompletionSource[StoreResult]) -> bool:
-        with self._lock:
-            if self._closed or len(self._fills) >= FILLS_MAX:
-                return False
-            self._fills[reservation] = source
-            return True
 
     def _reserve(self, hashes: bytes, parent: BlockHash | None) -> Reservation:
         self.leases.expire()
@@ -329,35 +262,62 @@ class Pool(BlockPool):
         advance: Callable[[int], None],
         look: Look,
     ) -> int:
-        """Copy layer after layer; return how many leading blocks are whole and verified."""
+        """Copy a few layers at a time; return how many leading blocks are whole and verified."""
         bad = [index - first for index in held.bad if first <= index < first + len(dest)]
         good = min(bad, default=len(dest))
         slots = held.slots[first : first + good]
         stored, crcs = self.tier.view(slots, writable=False), self.tier.crcs(slots)
-        batch = max(1, BATCH_BYTES // self.layout.layer_bytes)
         look()
-        for layer in range(self.layout.num_layers):
-            layers = range(layer, layer + 1)
-            begin = 0
-            while begin < good:
-                end = min(good, begin + batch)
-                try:
-                    copy_blocks(
-                        dest.take(begin, end),
-                        stored.take(begin, end),
-                        layers=layers,
-                        crcs=crcs[begin:end, layers.start : layers.stop],
-                    )
-                except CorruptionError as error:
-                    assert isinstance(error.block, int)
-                    good = begin + error.block
-                    self.leases.drop_bad(held, first + good)
-                begin = end
-                look()
-            if good == 0:
-                break
-            advance(layer + 1)
+        for layers, blocks in batches(self.layout, good):
+            end = min(blocks.stop, good)
+            if blocks.start >= end:
+                continue
+            try:
+                copy_blocks(
+                    dest.take(blocks.start, end),
+                    stored.take(blocks.start, end),
+                    layers=layers,
+                    crcs=crcs[blocks.start : end, layers.start : layers.stop],
+                    crew=self._crew,
+                )
+            except CorruptionError as error:
+                assert isinstance(error.block, int)
+                end = good = blocks.start + error.block
+                self.leases.drop_bad(held, first + good)
+            look()
+            if end == good > 0:
+                advance(layers.stop)
         return good
+
+    def _copy_in(self, dest: BlockView, source: BlockView, look: Look) -> Crcs:
+        """Copy whole blocks, looking up between batches; return their checksums."""
+        layout = self.layout
+        count = max(1, BATCH_BYTES // layout.block_bytes)
+        copied = [np.empty((0, layout.num_layers, layout.kv_heads), dtype=np.uint32)]
+        for begin in range(0, len(dest), count):
+            look()
+            end = min(len(dest), begin + count)
+            copied.append(
+                copy_blocks(dest.take(begin, end), source.take(begin, end), crew=self._crew)
+            )
+        look()
+        return np.concatenate(copied)
+
+
+def batches(layout: BlockLayout, count: int) -> Iterator[tuple[range, range]]:
+    """Cut ``count`` blocks into (layers, blocks) to be copied at once, in the order of layers.
+
+    As many layers as make up ``BATCH_BYTES``; if one layer of all blocks is more, several batches
+    of blocks for each layer.
+    """
+    if count == 0:
+        return
+    blocks_max = max(1, BATCH_BYTES // layout.layer_bytes)
+    layers_max = max(1, BATCH_BYTES // (count * layout.layer_bytes))
+    for layer in range(0, layout.num_layers, layers_max):
+        layers = range(layer, min(layer + layers_max, layout.num_layers))
+        for begin in range(0, count, blocks_max):
+            yield layers, range(begin, min(begin + blocks_max, count))
 
 
 def hash_tokens(layout: BlockLayout, namespace: Namespace, tokens: Tokens) -> Chain:
@@ -374,20 +334,3 @@ def require_within(first: int, count: int, blocks: int, whole: str) -> None:
     """Raise UsageError unless blocks ``first`` to ``first + count`` are within ``blocks``."""
     if not 0 <= first <= first + count <= blocks:
         raise UsageError(f"blocks {first} to {first + count} of {whole} on {blocks} blocks")
-
-
-def _no_crcs(layout: BlockLayout) -> Crcs:
-    return np.empty((0, layout.num_layers, layout.kv_heads), dtype=np.uint32)
-
-
-def _copy_in(dest: BlockView, source: BlockView, look: Look) -> Crcs:
-    """Copy whole blocks, looking up between batches; return their checksums."""
-    layout = dest.layout
-    batch = max(1, BATCH_BYTES // layout.block_bytes)
-    copied = [_no_crcs(layout)]
-    for begin in range(0, len(dest), batch):
-        look()
-        end = min(len(dest), begin + batch)
-        copied.append(copy_blocks(dest.take(begin, end), source.take(begin, end)))
-    look()
-    return np.concatenate(copied)

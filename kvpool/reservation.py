@@ -6,13 +6,14 @@ it: the pool, for its own copies and for a server's writers.
 """
 
 import threading
+from collections.abc import Sequence
 
 import numpy as np
 
 from kvpool.arena import Slot
 from kvpool.base import StoreResult
 from kvpool.block import HASH_BYTES, BlockHash
-from kvpool.errors import CapacityError, TransferTimeoutError, UsageError
+from kvpool.errors import TransferTimeoutError, UsageError
 from kvpool.memory import Crcs
 from kvpool.tiers.base import Tier
 
@@ -44,23 +45,28 @@ class Reservation:
         if rest:
             raise UsageError(f"{len(hashes)} bytes are not whole hashes of {HASH_BYTES}")
         self._tier = tier
-        self._keys = [
-            BlockHash(hashes[at : at + HASH_BYTES]) for at in range(0, len(hashes), HASH_BYTES)
-        ]
-        self._parents = [parent, *self._keys[:-1]]
         self._lock = threading.Lock()
         self._ended = self._settled = False
         self._refused = ""
-        self._slots: list[Slot] = []
+        self._slots: Sequence[Slot] = []
         # Only what is there is pinned, so that a store of new blocks is no miss.
         self._held = tier.pin(hashes[: tier.match(hashes) * HASH_BYTES])
         self.begin = len(self._held)
+        self._keys = hashes[self.begin * HASH_BYTES :]
+        self._parent = parent
+        if self.begin:
+            self._parent = BlockHash(hashes[(self.begin - 1) * HASH_BYTES :][:HASH_BYTES])
         try:
-            self._reserve(count - self.begin)
+            self._slots = tier.reserve_run(count - self.begin)
             self.view = tier.view(self._slots, writable=True)
         except BaseException:
             self.settle()
             raise
+        if self.begin + len(self._slots) < count:
+            self._refused = (
+                f"room for {len(self._slots)} of {count - self.begin} blocks, every slot is "
+                "reserved, pinned or quarantined now: close leases first"
+            )
 
     def finish(self, crcs: Crcs) -> StoreResult:
         """Publish the leading blocks that were written; the writer has ended.
@@ -81,13 +87,15 @@ class Reservation:
             if self._ended:
                 raise TransferTimeoutError("the store was given up before its blocks were written")
             self._settle()
-            written, self._slots = self._slots[: len(crcs)], self._slots[len(crcs) :]
-            new = 0
+            count = len(crcs)
+            written, self._slots = self._slots[:count], self._slots[count:]
             try:
-                for at, (slot, block_crcs) in enumerate(
-                    zip(written, crcs, strict=True), self.begin
-                ):
-                    new += self._tier.commit(slot, self._keys[at], self._parents[at], block_crcs)
+                new = self._tier.commit_run(
+                    written, self._keys[: count * HASH_BYTES], self._parent, crcs
+                )
+            except BaseException:
+                self._tier.abort_run(written)
+                raise
             finally:
                 self._give_up()
         if self._slots:
@@ -109,24 +117,13 @@ class Reservation:
             if not self._ended:
                 self._give_up()
 
-    def _reserve(self, count: int) -> None:
-        try:
-            for _ in range(count):
-                slot = self._tier.reserve()
-                self._slots.append(slot)
-                self._tier.grant(slot)
-        except CapacityError as error:
-            self._refused = str(error)
-
     def _settle(self) -> None:
         if not self._settled:
             self._settled = True
-            for slot in self._slots:
-                self._tier.settle(slot)
+            self._tier.settle_run(self._slots)
 
     def _give_up(self) -> None:
         """Abort what is not committed and let go of what was there. Under the lock, once."""
         self._ended = True
-        for slot in self._slots:
-            self._tier.abort(slot)
+        self._tier.abort_run(self._slots)
         self._tier.unpin(self._held)

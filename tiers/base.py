@@ -6,12 +6,14 @@ to another process. Every implementation and wrapper passes ``kvpool.testing.tie
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from kvpool.arena import Slot
-from kvpool.block import BlockHash, BlockLayout
+from kvpool.block import HASH_BYTES, BlockHash, BlockLayout
+from kvpool.errors import CapacityError
 from kvpool.memory import BlockView, Crcs
 
 
@@ -51,8 +53,26 @@ class Tier(ABC):
             ClosedError: The tier is closed.
         """
 
+    def reserve_run(self, count: int) -> Sequence[Slot]:
+        """Take up to ``count`` slots, each with one grant out, evicting at need.
+
+        Fewer than ``count`` is no error: there is no more room now. Raises ClosedError.
+        """
+        slots: list[Slot] = []
+        try:
+            while len(slots) < count:
+                slot = self.reserve()
+                slots.append(slot)
+                self.grant(slot)
+        except CapacityError:
+            return slots
+        except BaseException:
+            self.abort_run(slots)
+            raise
+        return slots
+
     @abstractmethod
-    def view(self, slots: list[Slot], *, writable: bool) -> BlockView:
+    def view(self, slots: Sequence[Slot], *, writable: bool) -> BlockView:
         """Describe slots for a copy. Writable only while reserved; readable while pinned.
 
         The view keeps the memory mapped, not the slots: the caller keeps them reserved or pinned.
@@ -76,27 +96,54 @@ class Tier(ABC):
             UsageError: The slot is not reserved, or another life. No state changed.
         """
 
+    def commit_run(
+        self, slots: Sequence[Slot], keys: bytes, parent: BlockHash | None, crcs: Crcs
+    ) -> int:
+        """Make the written slots of a run readable, each block the parent of the next.
+
+        Args:
+            slots: Reserved slots, written whole.
+            keys: Of the blocks, 32 bytes each, concatenated.
+            parent: Of the first block, or None.
+            crcs: uint32 [slots, layers, kv_heads].
+
+        Returns:
+            How many are new; see ``commit``. Raises as it does; slots that are not committed then
+            are as they were.
+        """
+        new = 0
+        for index, slot in enumerate(slots):
+            key = BlockHash(keys[index * HASH_BYTES : (index + 1) * HASH_BYTES])
+            new += self.commit(slot, key, parent, crcs[index])
+            parent = key
+        return new
+
     @abstractmethod
     def abort(self, slot: Slot) -> None:
         """Give a reserved slot back unwritten. Quarantined while grants are out. Idempotent."""
+
+    def abort_run(self, slots: Sequence[Slot]) -> None:
+        """Give reserved slots back unwritten. Idempotent; see ``abort``."""
+        for slot in slots:
+            self.abort(slot)
 
     @abstractmethod
     def match(self, keys: bytes) -> int:
         """Count the leading keys (32 bytes each, concatenated) that are here. Not a use: a hint."""
 
     @abstractmethod
-    def pin(self, keys: bytes) -> list[Slot]:
+    def pin(self, keys: bytes) -> Sequence[Slot]:
         """Pin the leading blocks that are here and count as used; their slots, in order.
 
         Each pin is given back with ``unpin``. Fewer slots than keys is a miss, not an error.
         """
 
     @abstractmethod
-    def unpin(self, slots: list[Slot]) -> None:
+    def unpin(self, slots: Sequence[Slot]) -> None:
         """Give pins back."""
 
     @abstractmethod
-    def crcs(self, slots: list[Slot]) -> Crcs:
+    def crcs(self, slots: Sequence[Slot]) -> Crcs:
         """Return the CRC32C of pinned slots, uint32 [slots, layers, kv_heads]."""
 
     @abstractmethod
@@ -106,6 +153,11 @@ class Tier(ABC):
     @abstractmethod
     def settle(self, slot: Slot) -> None:
         """Give one grant back: that party has ended, or is known to be dead."""
+
+    def settle_run(self, slots: Sequence[Slot]) -> None:
+        """Give one grant of each slot back; see ``settle``."""
+        for slot in slots:
+            self.settle(slot)
 
     @abstractmethod
     def drop(self, key: BlockHash, reason: str) -> bool:

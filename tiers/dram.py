@@ -5,13 +5,14 @@ copies a byte and never waits. Who calls it: the pool, and a server that lets pe
 """
 
 import threading
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from operator import eq
 from typing import Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvpool.arena import Arena, Slot
+from kvpool.arena import Arena, Slot, Slots
 from kvpool.block import HASH_BYTES, BlockHash, SlotIndex
 from kvpool.clock import Clock, SystemClock
 from kvpool.errors import CapacityError, ClosedError, UsageError
@@ -27,16 +28,12 @@ DROP_REASONS: Final = ("corrupt", "invalid")
 class SlotTable(Protocol):
     """Key to slot number, as ``kvpool.index.prefix.PrefixIndex`` has it. Guarded by its tier."""
 
-    def put(self, key: BlockHash, number: int) -> None:
-        """Insert or overwrite."""
+    def add(self, keys: bytes, numbers: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        """Insert the keys that are absent, with a number each; for each, whether it was."""
         ...
 
-    def get(self, key: BlockHash) -> int | None:
-        """Return the number of ``key``, or None."""
-        ...
-
-    def remove(self, key: BlockHash) -> bool:
-        """Forget ``key``."""
+    def take(self, keys: bytes) -> NDArray[np.uint64]:
+        """Forget the leading keys that are there; return their numbers."""
         ...
 
     def match(self, keys: bytes) -> int:
@@ -46,14 +43,6 @@ class SlotTable(Protocol):
     def numbers(self, keys: bytes) -> NDArray[np.uint64]:
         """Return the numbers of the leading keys that are there."""
         ...
-
-
-@dataclass(slots=True)
-class _Block:
-    slot: Slot
-    key: BlockHash
-    pins: int = 0
-    dropped: bool = False  # a miss already; goes at its last unpin
 
 
 class DramTier(Tier):
@@ -88,66 +77,94 @@ class DramTier(Tier):
         self._events: EventSink = events or NullSink()
         self._lock = threading.Lock()
         self._closed = False
-        self._reserved: dict[SlotIndex, Slot] = {}
-        self._blocks: dict[SlotIndex, _Block] = {}
+        # By slot: the key of the ready block in it (None: no block, or a dropped one) and its life.
+        self._keys: list[BlockHash | None] = [None] * arena.slot_count
+        self._lives = np.zeros(arena.slot_count, dtype=np.uint64)
+        self._dropped: set[SlotIndex] = set()  # misses already; they go at their last unpin
         self._hits = self._misses = self._evictions = self._corruptions = 0
 
     def reserve(self) -> Slot:
         """Take a slot, evicting at need. See ``Tier``."""
-        evicted = 0
-        try:
-            with self._lock:
-                self._require_open()
-                while (slot := self._take_free()) is None:
-                    # A victim with grants out is quarantined and frees nothing: go on.
-                    if not self._evict_one():
-                        raise CapacityError(
-                            "every slot is reserved, pinned or quarantined: close leases first",
-                            tier=self.name,
-                            size_bytes=self.layout.block_bytes,
-                        )
-                    evicted += 1
-                self._reserved[slot.index] = slot
-                return slot
-        finally:
-            self._tell("capacity", evicted)
+        slots = self._reserve(1, granted=False)
+        if not slots:
+            raise CapacityError(
+                "every slot is reserved, pinned or quarantined: close leases first",
+                tier=self.name,
+                size_bytes=self.layout.block_bytes,
+            )
+        return slots[0]
 
-    def view(self, slots: list[Slot], *, writable: bool) -> BlockView:
+    def reserve_run(self, count: int) -> Slots:
+        """Take slots with a grant each, evicting at need. See ``Tier``."""
+        return self._reserve(count, granted=True)
+
+    def view(self, slots: Sequence[Slot], *, writable: bool) -> BlockView:
         """Describe reserved slots (writable) or pinned ones. See ``Tier``."""
         with self._lock:
             self._require_open()
-            for slot in slots:
-                if writable:
-                    self._require_reserved(slot)
-                else:
-                    self._require_pinned(slot)
-            return replace(self.arena.view(slots), writable=writable)
+            if writable:
+                self.arena.require_reserved(slots)
+            else:
+                self.arena.require_pinned(slots)
+            return self.arena.view(slots, writable=writable)
 
     def commit(self, slot: Slot, key: BlockHash, parent: BlockHash | None, crcs: Crcs) -> bool:
         """Make a written slot readable under ``key``. See ``Tier``."""
-        if len(key) != HASH_BYTES or key == parent:
-            raise UsageError(f"key {key.hex()} with parent {parent!r} is not the key of a block")
+        return self.commit_run([slot], key, parent, crcs) == 1
+
+    def commit_run(
+        self, slots: Sequence[Slot], keys: bytes, parent: BlockHash | None, crcs: Crcs
+    ) -> int:
+        """Make the written slots of a run readable, all or none. See ``Tier``."""
+        run, names = Slots.of(slots), _cut(keys)
+        parents = [parent, *names[:-1]]
+        if len(names) != len(run) or any(map(eq, names, parents)):
+            raise UsageError(
+                f"{len(names)} keys for {len(run)} slots, or a block is its own parent"
+            )
+        if crcs.size != len(run) * self.layout.crc_count:
+            raise UsageError(f"{crcs.size} checksums for {len(run)} blocks")
         with self._lock:
             self._require_open()
-            self._require_reserved(slot)
-            if self._index.get(key) is not None:
-                del self._reserved[slot.index]
-                self.arena.release(slot)
-                self._policy.use(key, self._clock.now())
-                return False
-            self.arena.commit(slot, crcs, key)
-            del self._reserved[slot.index]
-            self._blocks[slot.index] = _Block(slot, key)
-            self._index.put(key, slot.index)
-            self._policy.admit(key, parent, self._clock.now())
-            return True
+            self.arena.require_reserved(run)
+            now = self._clock.now()
+            added = self._index.add(keys, run.indices.astype(np.uint64))
+            if added.all():
+                self.arena.commit_all(run, crcs, keys)
+                self._policy.admit_run(names, parent, now)
+            else:
+                crcs = crcs.reshape(len(run), -1)
+                for at, name in enumerate(names):
+                    if added[at]:
+                        self.arena.commit_all(run[at : at + 1], crcs[at], name)
+                        self._policy.admit(name, parents[at], now)
+                    else:
+                        self.arena.release(run[at])
+                        self._policy.use(name, now)
+            for index, name, new in zip(run.indices.tolist(), names, added.tolist(), strict=True):
+                if new:
+                    self._keys[index] = name
+            self._lives[run.indices] = run.generations
+            return int(added.sum())
 
     def abort(self, slot: Slot) -> None:
         """Give a reserved slot back unwritten. See ``Tier``."""
+        self.abort_run([slot])
+
+    def abort_run(self, slots: Sequence[Slot]) -> None:
+        """Give reserved slots back unwritten. See ``Tier``."""
         with self._lock:
-            if not self._closed and self._reserved.get(slot.index) == slot:
-                del self._reserved[slot.index]
-                self.arena.release(slot)
+            if self._closed:
+                return
+            run = Slots.of(slots)
+            try:
+                self.arena.require_reserved(run)
+            except UsageError:  # some have ended already
+                for slot in run:
+                    if self._is_reserved(slot):
+                        self.arena.release(slot)
+            else:
+                self.arena.release(run)
 
     def match(self, keys: bytes) -> int:
         """Count the leading keys that are here. See ``Tier``."""
@@ -155,43 +172,37 @@ class DramTier(Tier):
             self._require_open()
             return self._index.match(keys)
 
-    def pin(self, keys: bytes) -> list[Slot]:
+    def pin(self, keys: bytes) -> Slots:
         """Pin the leading blocks that are here. See ``Tier``."""
         with self._lock:
             self._require_open()
-            slots: list[Slot] = []
-            now = self._clock.now()
-            for index in self._index.numbers(keys):
-                block = self._blocks[SlotIndex(int(index))]
-                self.arena.pin(block.slot)
-                block.pins += 1
-                self._policy.pin(block.key)
-                self._policy.use(block.key, now)
-                slots.append(block.slot)
+            indices = self._index.numbers(keys)
+            slots = Slots(indices.astype(np.uint32), self._lives[indices])
+            self.arena.pin(slots)
+            self._policy.pin_run(self._names(slots), self._clock.now())
             self._hits += len(slots)
             self._misses += len(keys) // HASH_BYTES - len(slots)
             return slots
 
-    def unpin(self, slots: list[Slot]) -> None:
+    def unpin(self, slots: Sequence[Slot]) -> None:
         """Give pins back. See ``Tier``."""
         with self._lock:
             if self._closed:
                 return
-            for slot in slots:
-                block = self._require_pinned(slot)
-                self.arena.unpin(slot)
-                block.pins -= 1
-                if not block.dropped:
-                    self._policy.unpin(block.key)
-                elif block.pins == 0:
-                    self._free(block)
+            run = Slots.of(slots)
+            self.arena.unpin(run)
+            self._policy.unpin_run(self._names(run))
+            if self._dropped:
+                for slot in run:
+                    if slot.index in self._dropped and not self._is_pinned(slot):
+                        self._dropped.remove(slot.index)
+                        self.arena.release(slot)
 
-    def crcs(self, slots: list[Slot]) -> Crcs:
+    def crcs(self, slots: Sequence[Slot]) -> Crcs:
         """Return the checksums of pinned slots. See ``Tier``."""
         with self._lock:
             self._require_open()
-            for slot in slots:
-                self._require_pinned(slot)
+            self.arena.require_pinned(slots)
             return self.arena.crcs(slots)
 
     def grant(self, slot: Slot) -> None:
@@ -202,9 +213,13 @@ class DramTier(Tier):
 
     def settle(self, slot: Slot) -> None:
         """Give one grant back. See ``Tier``."""
+        self.settle_run([slot])
+
+    def settle_run(self, slots: Sequence[Slot]) -> None:
+        """Give one grant of each slot back. See ``Tier``."""
         with self._lock:
             if not self._closed:
-                self.arena.settle(slot)
+                self.arena.settle(slots)
 
     def drop(self, key: BlockHash, reason: str) -> bool:
         """Remove a block; ``reason`` is one of ``DROP_REASONS``. See ``Tier``."""
@@ -212,16 +227,18 @@ class DramTier(Tier):
             raise UsageError(f"reason {reason!r} is not one of {DROP_REASONS}")
         with self._lock:
             self._require_open()
-            index = self._index.get(key)
-            if index is None:
+            taken = self._index.take(key)
+            if not len(taken):
                 return False
-            block = self._blocks[SlotIndex(index)]
-            self._index.remove(key)
+            index = SlotIndex(int(taken[0]))
+            slot = Slot(index, int(self._lives[index]))
+            self._keys[index] = None
             self._policy.remove(key)
             self._corruptions += reason == "corrupt"
-            block.dropped = True
-            if block.pins == 0:
-                self._free(block)
+            if self._is_pinned(slot):
+                self._dropped.add(index)
+            else:
+                self.arena.release(slot)
         self._tell(reason, 1)
         return True
 
@@ -230,8 +247,7 @@ class DramTier(Tier):
         evicted = 0
         with self._lock:
             self._require_open()
-            while evicted < count and self._evict_one():
-                evicted += 1
+            evicted = self._evict(count)
         self._tell("capacity", evicted)
         return evicted
 
@@ -263,40 +279,75 @@ class DramTier(Tier):
         if self._closed:
             raise ClosedError("the tier is closed", tier=self.name)
 
-    def _require_reserved(self, slot: Slot) -> None:
-        if self._reserved.get(slot.index) != slot:
-            raise UsageError(f"{slot} is not reserved in this life", tier=self.name)
-
-    def _require_pinned(self, slot: Slot) -> _Block:
-        block = self._blocks.get(slot.index)
-        if block is None or block.slot != slot or block.pins == 0:
-            raise UsageError(f"{slot} is not pinned in this life", tier=self.name)
-        return block
-
-    def _take_free(self) -> Slot | None:
+    def _reserve(self, count: int, *, granted: bool) -> Slots:
+        """Take up to ``count`` slots, evicting what stands in the way."""
+        runs: list[Slots] = []
+        evicted = 0
         try:
-            return self.arena.reserve()
-        except CapacityError:
-            return None
+            with self._lock:
+                self._require_open()
+                while True:
+                    runs.append(self.arena.reserve_some(count, granted=granted))
+                    count -= len(runs[-1])
+                    # A victim with grants out is quarantined and frees nothing: go on.
+                    gone = self._evict(count)
+                    if not gone:
+                        return _joined(runs)
+                    evicted += gone
+        finally:
+            self._tell("capacity", evicted)
 
-    def _evict_one(self) -> bool:
-        """Evict the policy's next victim. Under the lock. False if there is none."""
-        key = self._policy.victim()
-        if key is None:
+    def _names(self, slots: Slots) -> list[BlockHash]:
+        """Return the keys of the blocks in ready slots, without those that were dropped."""
+        keys = [self._keys[index] for index in slots.indices.tolist()]
+        return [key for key in keys if key is not None]
+
+    def _is_reserved(self, slot: Slot) -> bool:
+        try:
+            self.arena.require_reserved([slot])
+        except UsageError:
             return False
-        index = self._index.get(key)
-        assert index is not None, "the policy knows a block that the index does not"
-        self._index.remove(key)
-        self._free(self._blocks[SlotIndex(index)])
-        self._evictions += 1
         return True
 
-    def _free(self, block: _Block) -> None:
-        del self._blocks[block.slot.index]
-        self.arena.release(block.slot)
+    def _is_pinned(self, slot: Slot) -> bool:
+        try:
+            self.arena.require_pinned([slot])
+        except UsageError:
+            return False
+        return True
+
+    def _evict(self, count: int) -> int:
+        """Evict up to ``count`` of the policy's victims. Under the lock. Returns how many."""
+        victims: list[BlockHash] = []
+        while len(victims) < count and (key := self._policy.victim()) is not None:
+            victims.append(key)
+        if not victims:
+            return 0
+        indices = self._index.take(b"".join(victims))
+        assert len(indices) == len(victims), "the policy knows a block that the index does not"
+        for index in indices.tolist():
+            self._keys[index] = None
+        self.arena.release(Slots(indices.astype(np.uint32), self._lives[indices]))
+        self._evictions += len(victims)
+        return len(victims)
 
     def _tell(self, reason: str, count: int) -> None:
         for _ in range(count):
             self._events.emit(
                 BlockEvicted(tier=self.name, reason=reason, size_bytes=self.layout.block_bytes)
             )
+
+
+def _cut(keys: bytes) -> list[BlockHash]:
+    if len(keys) % HASH_BYTES:
+        raise UsageError(f"{len(keys)} bytes are not whole keys of {HASH_BYTES}")
+    return [BlockHash(keys[at : at + HASH_BYTES]) for at in range(0, len(keys), HASH_BYTES)]
+
+
+def _joined(runs: list[Slots]) -> Slots:
+    if len(runs) == 1:
+        return runs[0]
+    return Slots(
+        np.concatenate([run.indices for run in runs]),
+        np.concatenate([run.generations for run in runs]),
+    )

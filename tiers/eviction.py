@@ -5,6 +5,7 @@ touches a slot. Who calls it: a tier, under its own lock, which tells it of ever
 """
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -23,6 +24,10 @@ class EvictionPolicy(Protocol):
         """Take note of a new block. Raises UsageError if it is known already."""
         ...
 
+    def admit_run(self, keys: Sequence[BlockHash], parent: BlockHash | None, now: float) -> None:
+        """Take note of new blocks, each the parent of the next."""
+        ...
+
     def use(self, key: BlockHash, now: float) -> None:
         """Take note of a use. Unknown keys are ignored."""
         ...
@@ -33,6 +38,14 @@ class EvictionPolicy(Protocol):
 
     def unpin(self, key: BlockHash) -> None:
         """Take one pin back. Unknown keys are ignored: a block may be removed while pinned."""
+        ...
+
+    def pin_run(self, keys: Sequence[BlockHash], now: float) -> None:
+        """Pin known blocks that are used now, in order."""
+        ...
+
+    def unpin_run(self, keys: Sequence[BlockHash]) -> None:
+        """Take one pin of each back; see ``unpin``."""
         ...
 
     def remove(self, key: BlockHash) -> None:
@@ -82,14 +95,15 @@ class LRUPolicy:
 
     def admit(self, key: BlockHash, parent: BlockHash | None, now: float) -> None:
         """Take note of a new block, used now."""
-        if key in self._nodes:
-            raise UsageError(f"block {key.hex()} is here already")
-        if parent == key:
-            raise UsageError(f"block {key.hex()} is its own parent")
-        node = self._nodes[key] = _Node(key, parent, self._stamp(now))
-        if parent is not None:
-            self._children[parent] = self._children.get(parent, 0) + 1
-        self._queue(node)
+        self._queue(self._enter(key, parent, now))
+
+    def admit_run(self, keys: Sequence[BlockHash], parent: BlockHash | None, now: float) -> None:
+        """Take note of new blocks, each the parent of the next, used now."""
+        for key in keys[:-1]:
+            self._enter(key, parent, now)
+            parent = key
+        if keys:
+            self.admit(keys[-1], parent, now)
 
     def use(self, key: BlockHash, now: float) -> None:
         """Move a block to the young end."""
@@ -102,9 +116,28 @@ class LRUPolicy:
 
     def unpin(self, key: BlockHash) -> None:
         """Take one pin back."""
-        if (node := self._nodes.get(key)) is not None and node.pins > 0:
+        self.unpin_run([key])
+
+    def pin_run(self, keys: Sequence[BlockHash], now: float) -> None:
+        """Keep blocks from being victims; move them to the young end, in order."""
+        nodes, sequence = self._nodes, self._sequence
+        for key in keys:
+            node = nodes[key]
+            node.pins += 1
+            sequence += 1
+            node.used = (now, sequence)
+        self._sequence = sequence
+
+    def unpin_run(self, keys: Sequence[BlockHash]) -> None:
+        """Take one pin of each back."""
+        nodes, children = self._nodes, self._children
+        for key in keys:
+            node = nodes.get(key)
+            if node is None or node.pins == 0:
+                continue
             node.pins -= 1
-            self._queue(node)
+            if not (node.pins or node.queued or key in children):
+                self._queue(node)
 
     def remove(self, key: BlockHash) -> None:
         """Forget a block."""
@@ -133,6 +166,16 @@ class LRUPolicy:
                 self.remove(node.key)
                 return node.key
         return None
+
+    def _enter(self, key: BlockHash, parent: BlockHash | None, now: float) -> _Node:
+        if key in self._nodes:
+            raise UsageError(f"block {key.hex()} is here already")
+        if parent == key:
+            raise UsageError(f"block {key.hex()} is its own parent")
+        node = self._nodes[key] = _Node(key, parent, self._stamp(now))
+        if parent is not None:
+            self._children[parent] = self._children.get(parent, 0) + 1
+        return node
 
     def _stamp(self, now: float) -> tuple[float, int]:
         self._sequence += 1

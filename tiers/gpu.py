@@ -144,7 +144,7 @@ class GpuTier(Tier):
         finally:
             self._tell("capacity", evicted)
 
-    def view(self, slots: list[Slot], *, writable: bool) -> BlockView:
+    def view(self, slots: Sequence[Slot], *, writable: bool) -> BlockView:
         """Describe the tensor at reserved slots (writable), or at reserved or pinned ones."""
         with self._lock:
             self._require_open()
@@ -191,7 +191,7 @@ class GpuTier(Tier):
             self._require_open()
             return len(self._leading(keys))
 
-    def pin(self, keys: bytes) -> list[Slot]:
+    def pin(self, keys: bytes) -> Sequence[Slot]:
         """Pin the leading blocks that are here. See ``Tier``."""
         with self._lock:
             self._require_open()
@@ -206,7 +206,7 @@ class GpuTier(Tier):
             self._misses += len(keys) // HASH_BYTES - len(slots)
             return slots
 
-    def unpin(self, slots: list[Slot]) -> None:
+    def unpin(self, slots: Sequence[Slot]) -> None:
         """Give pins back. See ``Tier``."""
         with self._lock:
             if self._closed:
@@ -219,7 +219,7 @@ class GpuTier(Tier):
                 elif room.pins == 0:
                     self._release(slot.index)
 
-    def crcs(self, slots: list[Slot]) -> Crcs:
+    def crcs(self, slots: Sequence[Slot]) -> Crcs:
         """Return the checksums of pinned slots. See ``Tier``."""
         with self._lock:
             self._require_open()

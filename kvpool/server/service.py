@@ -214,8 +214,8 @@ class PoolService:
         pool.leases.count_missing(max(0, request.missing))
         return protocol.LeaseReply(
             lease=lease,
-            slots=[slot.index for slot in slots],
-            generations=[slot.generation for slot in slots],
+            slots=slots.indices.tolist(),
+            generations=slots.generations.tolist(),
         )
 
     async def _report(self, request: protocol.ReportRequest) -> protocol.Done:

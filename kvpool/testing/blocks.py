@@ -1,5 +1,7 @@
 """Small blocks with known bytes, for suites and tests."""
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -48,7 +50,7 @@ def write(tier: Tier, name: BlockHash, blocks: Payload, parent: BlockHash | None
     return tier.commit(slot, name, parent, crcs[0])
 
 
-def read(tier: Tier, slots: list[Slot]) -> Payload:
+def read(tier: Tier, slots: Sequence[Slot]) -> Payload:
     """Copy pinned slots out, with their checksums checked."""
     out = np.zeros((len(slots), tier.layout.block_bytes), dtype=np.uint8)
     view = tier.view(slots, writable=False)

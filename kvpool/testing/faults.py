@@ -2,6 +2,7 @@
 
 import random
 import threading
+from collections.abc import Sequence
 
 from kvpool.arena import Slot
 from kvpool.block import BlockHash
@@ -53,7 +54,7 @@ class FaultyTier(Tier):
                 self.flipped += 1
         return self._inner.commit(slot, key, parent, crcs)
 
-    def view(self, slots: list[Slot], *, writable: bool) -> BlockView:
+    def view(self, slots: Sequence[Slot], *, writable: bool) -> BlockView:
         """Pass on."""
         return self._inner.view(slots, writable=writable)
 
@@ -65,15 +66,15 @@ class FaultyTier(Tier):
         """Pass on."""
         return self._inner.match(keys)
 
-    def pin(self, keys: bytes) -> list[Slot]:
+    def pin(self, keys: bytes) -> Sequence[Slot]:
         """Pass on."""
         return self._inner.pin(keys)
 
-    def unpin(self, slots: list[Slot]) -> None:
+    def unpin(self, slots: Sequence[Slot]) -> None:
         """Pass on."""
         self._inner.unpin(slots)
 
-    def crcs(self, slots: list[Slot]) -> Crcs:
+    def crcs(self, slots: Sequence[Slot]) -> Crcs:
         """Pass on."""
         return self._inner.crcs(slots)
 

@@ -3,6 +3,7 @@
 #ifndef KVPOOL_H
 #define KVPOOL_H
 
+#include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
 

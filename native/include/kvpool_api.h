@@ -44,9 +44,15 @@ void kvp_table_close(kvp_table *table); /* null is allowed */
 size_t kvp_table_count(kvp_table *table);
 /* Insert or overwrite. KVP_FULL at capacity. Not thread-safe against itself: the caller's lock. */
 kvp_status kvp_table_put(kvp_table *table, const uint8_t *hash, uint64_t value);
+/* Insert those of `count` hashes that are absent, each with its value; added[i] says whether it was.
+ * KVP_FULL, and nothing was inserted, if there is not room for `count` more. */
+kvp_status kvp_table_add(kvp_table *table, const uint8_t *hashes, const uint64_t *values,
+                         size_t count, bool *added);
 /* KVP_MISS if absent. */
 kvp_status kvp_table_get(kvp_table *table, const uint8_t *hash, uint64_t *value);
-kvp_status kvp_table_remove(kvp_table *table, const uint8_t *hash);
+/* Remove `count` hashes; `values` (nullable, room for `count`) takes their values. Ends at the first
+ * that is absent; returns how many were removed. */
+size_t kvp_table_remove(kvp_table *table, const uint8_t *hashes, size_t count, uint64_t *values);
 /* Count the leading hashes (of `count`, 32 bytes each) that are present; `values` (nullable, room
  * for `count`) takes their values. */
 size_t kvp_table_match(kvp_table *table, const uint8_t *hashes, size_t count, uint64_t *values);
@@ -99,6 +105,25 @@ kvp_status kvp_copy_blocks(const kvp_shape *shape, const kvp_view *dst, const ui
                            size_t layer_begin, size_t layer_end, const uint32_t *crc_expected,
                            uint32_t *crc_out, size_t crc_block_stride, size_t *bad_block);
 
+/* ---- crew.c ----------------------------------------------------------------------------------
+ *
+ * Threads that share the work of one copy, so that one call uses the memory's whole bandwidth:
+ * one thread of Python could start the others only through the interpreter's lock. */
+typedef struct kvp_crew kvp_crew;
+
+/* `helpers` (0 to 64) threads are started; the caller of a copy is one more. KVP_INVALID,
+ * KVP_SYSTEM. */
+kvp_status kvp_crew_open(size_t helpers, kvp_crew **out);
+/* End the threads. No copy may be under way. After a fork, in the child, only memory is freed. */
+void kvp_crew_close(kvp_crew *crew); /* null is allowed */
+/* As kvp_copy_blocks, cut into runs of blocks that the caller and the idle helpers take one after
+ * another. Helpers that are busy with another call's copy are not waited for. */
+kvp_status kvp_crew_copy_blocks(kvp_crew *crew, const kvp_shape *shape, const kvp_view *dst,
+                                const uint64_t *dst_blocks, const kvp_view *src,
+                                const uint64_t *src_blocks, size_t block_count, size_t layer_begin,
+                                size_t layer_end, const uint32_t *crc_expected, uint32_t *crc_out,
+                                size_t crc_block_stride, size_t *bad_block);
+
 /* Copy `count` flat spans; stops with KVP_CLOSED when *cancel (nullable) becomes non-zero, looked
  * at before every span. *done is how many spans were copied whole. */
 kvp_status kvp_copy_spans(const uintptr_t *dst, const uintptr_t *src, const size_t *sizes,
@@ -141,22 +166,33 @@ int kvp_arena_fd(const kvp_arena *arena);
 uintptr_t kvp_arena_base(const kvp_arena *arena);
 size_t kvp_arena_slot_stride(const kvp_arena *arena);
 
-kvp_status kvp_arena_reserve(kvp_arena *arena, uint32_t *slot, uint64_t *generation); /* KVP_FULL */
-/* RESERVED -> READY, publishing `hash` (32 bytes) and crc_count CRCs. */
-kvp_status kvp_arena_commit(kvp_arena *arena, uint32_t slot, uint64_t generation,
-                            const uint8_t *hash, const uint32_t *crcs);
-kvp_status kvp_arena_pin(kvp_arena *arena, uint32_t slot, uint64_t generation); /* READY only */
-/* KVP_INVALID if it is not pinned. */
-kvp_status kvp_arena_unpin(kvp_arena *arena, uint32_t slot, uint64_t generation);
-/* Count one more party that may touch the slot (RESERVED or READY). */
-kvp_status kvp_arena_grant(kvp_arena *arena, uint32_t slot, uint64_t generation);
-/* Give one grant back; the last one of a QUARANTINED slot makes it FREE. KVP_INVALID if none is
- * out. */
-kvp_status kvp_arena_settle(kvp_arena *arena, uint32_t slot, uint64_t generation);
-/* RESERVED or READY -> FREE, or QUARANTINED while grants are out. KVP_BUSY while pinned. */
-kvp_status kvp_arena_release(kvp_arena *arena, uint32_t slot, uint64_t generation);
-/* Read a READY slot's CRCs (crc_count values). KVP_STALE if it is another life. */
-kvp_status kvp_arena_crcs(kvp_arena *arena, uint32_t slot, uint64_t generation, uint32_t *crcs);
+/* Take up to `count` free slots, each with one grant out if `grant`; how many were taken. */
+size_t kvp_arena_reserve(kvp_arena *arena, size_t count, bool grant, uint32_t *slots,
+                         uint64_t *generations);
+
+/* Calls on `count` slots work through them in order and end at the first that they cannot take:
+ * *done is how many they took, those after it are as they were. */
+typedef enum {
+    KVP_ARENA_PIN = 0,     /* READY only */
+    KVP_ARENA_UNPIN = 1,   /* KVP_INVALID if it is not pinned */
+    KVP_ARENA_GRANT = 2,   /* count one more party that may touch the slot (RESERVED or READY) */
+    KVP_ARENA_SETTLE = 3,  /* give one grant back, KVP_INVALID if none is out; the last one of a
+                            * QUARANTINED slot makes it FREE */
+    KVP_ARENA_RELEASE = 4, /* RESERVED or READY -> FREE, or QUARANTINED while grants are out;
+                            * KVP_BUSY while pinned */
+    KVP_ARENA_REQUIRE_RESERVED = 5, /* change nothing: KVP_BUSY unless RESERVED */
+    KVP_ARENA_REQUIRE_PINNED = 6    /* change nothing: KVP_BUSY unless pinned */
+} kvp_arena_step;
+
+kvp_status kvp_arena_change(kvp_arena *arena, kvp_arena_step step, const uint32_t *slots,
+                            const uint64_t *generations, size_t count, size_t *done);
+/* RESERVED -> READY, publishing 32 bytes of `hashes` and crc_count of `crcs` for each. */
+kvp_status kvp_arena_commit(kvp_arena *arena, const uint32_t *slots, const uint64_t *generations,
+                            size_t count, const uint8_t *hashes, const uint32_t *crcs,
+                            size_t *done);
+/* Read the CRCs of READY slots, crc_count values each. */
+kvp_status kvp_arena_crcs(kvp_arena *arena, const uint32_t *slots, const uint64_t *generations,
+                          size_t count, uint32_t *crcs, size_t *done);
 void kvp_arena_count(kvp_arena *arena, kvp_arena_counts *out);
 
 /* A peer's arena, mapped read-only. All fields read from it are checked against the geometry that

@@ -120,27 +120,6 @@ size_t kvp_arena_slot_stride(const kvp_arena *arena)
     return arena->geometry.slot_stride;
 }
 
-/* Lock the arena and find the record of that life of the slot: KVP_INVALID past the end, KVP_STALE
- * for another life or one that is over. Only on KVP_OK is the arena locked. */
-static kvp_status enter(kvp_arena *arena, uint32_t slot, uint64_t generation, slot_record **record)
-{
-    if (slot >= arena->geometry.slot_count)
-        return KVP_INVALID;
-    pthread_mutex_lock(&arena->mutex);
-    *record = &arena->records[slot];
-    if ((*record)->state == FREE || (*record)->generation != generation) {
-        pthread_mutex_unlock(&arena->mutex);
-        return KVP_STALE;
-    }
-    return KVP_OK;
-}
-
-static kvp_status leave(kvp_arena *arena, kvp_status status)
-{
-    pthread_mutex_unlock(&arena->mutex);
-    return status;
-}
-
 static void set_free(kvp_arena *arena, uint32_t slot)
 {
     slot_record *record = &arena->records[slot];
@@ -150,103 +129,79 @@ static void set_free(kvp_arena *arena, uint32_t slot)
     arena->counts.free++;
 }
 
-kvp_status kvp_arena_reserve(kvp_arena *arena, uint32_t *slot, uint64_t *generation)
+size_t kvp_arena_reserve(kvp_arena *arena, size_t count, bool grant, uint32_t *slots,
+                         uint64_t *generations)
 {
     pthread_mutex_lock(&arena->mutex);
-    if (arena->counts.free == 0)
-        return leave(arena, KVP_FULL);
-    uint32_t taken = arena->free_head;
-    slot_record *record = &arena->records[taken];
-    arena->free_head = record->next_free;
-    arena->counts.free--;
-    arena->counts.reserved++;
-    record->state = RESERVED;
-    record->generation++; /* 64 bits: never comes round to 0 */
-    *slot = taken;
-    *generation = record->generation;
-    return leave(arena, KVP_OK);
+    if (count > arena->counts.free)
+        count = arena->counts.free;
+    for (size_t i = 0; i < count; i++) {
+        uint32_t taken = arena->free_head;
+        slot_record *record = &arena->records[taken];
+        arena->free_head = record->next_free;
+        record->state = RESERVED;
+        record->generation++; /* 64 bits: never comes round to 0 */
+        record->grants = grant ? 1 : 0;
+        slots[i] = taken;
+        generations[i] = record->generation;
+    }
+    arena->counts.free -= count;
+    arena->counts.reserved += count;
+    if (grant)
+        arena->counts.grants += count;
+    pthread_mutex_unlock(&arena->mutex);
+    return count;
 }
 
-kvp_status kvp_arena_commit(kvp_arena *arena, uint32_t slot, uint64_t generation,
-                            const uint8_t *hash, const uint32_t *crcs)
+static kvp_status pin(kvp_arena *arena, uint32_t slot)
 {
-    slot_record *record;
-    kvp_status status = enter(arena, slot, generation, &record);
-    if (status != KVP_OK)
-        return status;
-    if (record->state != RESERVED)
-        return leave(arena, KVP_BUSY);
-    publish(arena, slot, generation, hash, crcs);
-    record->state = READY;
-    arena->counts.reserved--;
-    arena->counts.ready++;
-    return leave(arena, KVP_OK);
-}
-
-kvp_status kvp_arena_pin(kvp_arena *arena, uint32_t slot, uint64_t generation)
-{
-    slot_record *record;
-    kvp_status status = enter(arena, slot, generation, &record);
-    if (status != KVP_OK)
-        return status;
+    slot_record *record = &arena->records[slot];
     if (record->state != READY)
-        return leave(arena, KVP_BUSY);
+        return KVP_BUSY;
     record->pins++;
     arena->counts.pins++;
-    return leave(arena, KVP_OK);
+    return KVP_OK;
 }
 
-kvp_status kvp_arena_unpin(kvp_arena *arena, uint32_t slot, uint64_t generation)
+static kvp_status unpin(kvp_arena *arena, uint32_t slot)
 {
-    slot_record *record;
-    kvp_status status = enter(arena, slot, generation, &record);
-    if (status != KVP_OK)
-        return status;
+    slot_record *record = &arena->records[slot];
     if (record->pins == 0)
-        return leave(arena, KVP_INVALID);
+        return KVP_INVALID;
     record->pins--;
     arena->counts.pins--;
-    return leave(arena, KVP_OK);
+    return KVP_OK;
 }
 
-kvp_status kvp_arena_grant(kvp_arena *arena, uint32_t slot, uint64_t generation)
+static kvp_status grant(kvp_arena *arena, uint32_t slot)
 {
-    slot_record *record;
-    kvp_status status = enter(arena, slot, generation, &record);
-    if (status != KVP_OK)
-        return status;
+    slot_record *record = &arena->records[slot];
     if (record->state == QUARANTINED)
-        return leave(arena, KVP_BUSY);
+        return KVP_BUSY;
     record->grants++;
     arena->counts.grants++;
-    return leave(arena, KVP_OK);
+    return KVP_OK;
 }
 
-kvp_status kvp_arena_settle(kvp_arena *arena, uint32_t slot, uint64_t generation)
+static kvp_status settle(kvp_arena *arena, uint32_t slot)
 {
-    slot_record *record;
-    kvp_status status = enter(arena, slot, generation, &record);
-    if (status != KVP_OK)
-        return status;
+    slot_record *record = &arena->records[slot];
     if (record->grants == 0)
-        return leave(arena, KVP_INVALID);
+        return KVP_INVALID;
     record->grants--;
     arena->counts.grants--;
     if (record->state == QUARANTINED && record->grants == 0) {
         arena->counts.quarantined--;
         set_free(arena, slot);
     }
-    return leave(arena, KVP_OK);
+    return KVP_OK;
 }
 
-kvp_status kvp_arena_release(kvp_arena *arena, uint32_t slot, uint64_t generation)
+static kvp_status release(kvp_arena *arena, uint32_t slot)
 {
-    slot_record *record;
-    kvp_status status = enter(arena, slot, generation, &record);
-    if (status != KVP_OK)
-        return status;
+    slot_record *record = &arena->records[slot];
     if (record->pins > 0 || record->state == QUARANTINED)
-        return leave(arena, KVP_BUSY);
+        return KVP_BUSY;
     if (record->state == READY) {
         hide(arena, slot);
         arena->counts.ready--;
@@ -259,21 +214,102 @@ kvp_status kvp_arena_release(kvp_arena *arena, uint32_t slot, uint64_t generatio
     } else {
         set_free(arena, slot);
     }
-    return leave(arena, KVP_OK);
+    return KVP_OK;
 }
 
-kvp_status kvp_arena_crcs(kvp_arena *arena, uint32_t slot, uint64_t generation, uint32_t *crcs)
+static kvp_status require_reserved(kvp_arena *arena, uint32_t slot)
 {
-    slot_record *record;
-    kvp_status status = enter(arena, slot, generation, &record);
-    if (status != KVP_OK)
-        return status;
-    if (record->state != READY)
-        return leave(arena, KVP_BUSY);
-    /* Only this process writes here, under the mutex: plain reads are enough. */
-    if (arena->geometry.crc_count > 0)
-        memcpy(crcs, header_of(arena, slot)->crcs, arena->geometry.crc_count * sizeof *crcs);
-    return leave(arena, KVP_OK);
+    return arena->records[slot].state == RESERVED ? KVP_OK : KVP_BUSY;
+}
+
+static kvp_status require_pinned(kvp_arena *arena, uint32_t slot)
+{
+    return arena->records[slot].pins > 0 ? KVP_OK : KVP_BUSY;
+}
+
+/* Whether that life of the slot is going on: KVP_INVALID past the end, KVP_STALE if not. Locked. */
+static kvp_status find(const kvp_arena *arena, uint32_t slot, uint64_t generation)
+{
+    if (slot >= arena->geometry.slot_count)
+        return KVP_INVALID;
+    const slot_record *record = &arena->records[slot];
+    return record->state == FREE || record->generation != generation ? KVP_STALE : KVP_OK;
+}
+
+kvp_status kvp_arena_change(kvp_arena *arena, kvp_arena_step step, const uint32_t *slots,
+                            const uint64_t *generations, size_t count, size_t *done)
+{
+    static kvp_status (*const steps[])(kvp_arena *, uint32_t) = {
+        [KVP_ARENA_PIN] = pin,
+        [KVP_ARENA_UNPIN] = unpin,
+        [KVP_ARENA_GRANT] = grant,
+        [KVP_ARENA_SETTLE] = settle,
+        [KVP_ARENA_RELEASE] = release,
+        [KVP_ARENA_REQUIRE_RESERVED] = require_reserved,
+        [KVP_ARENA_REQUIRE_PINNED] = require_pinned,
+    };
+    kvp_status status = KVP_OK;
+    size_t i = 0;
+    *done = 0;
+    if ((size_t)step >= sizeof steps / sizeof *steps)
+        return KVP_INVALID;
+    pthread_mutex_lock(&arena->mutex);
+    for (; i < count; i++) {
+        status = find(arena, slots[i], generations[i]);
+        if (status == KVP_OK)
+            status = steps[step](arena, slots[i]);
+        if (status != KVP_OK)
+            break;
+    }
+    pthread_mutex_unlock(&arena->mutex);
+    *done = i;
+    return status;
+}
+
+kvp_status kvp_arena_commit(kvp_arena *arena, const uint32_t *slots, const uint64_t *generations,
+                            size_t count, const uint8_t *hashes, const uint32_t *crcs, size_t *done)
+{
+    kvp_status status = KVP_OK;
+    size_t i = 0;
+    pthread_mutex_lock(&arena->mutex);
+    for (; i < count; i++) {
+        status = find(arena, slots[i], generations[i]);
+        if (status == KVP_OK)
+            status = require_reserved(arena, slots[i]);
+        if (status != KVP_OK)
+            break;
+        publish(arena, slots[i], generations[i], hashes + i * KVP_HASH_BYTES,
+                crcs + i * arena->geometry.crc_count);
+        arena->records[slots[i]].state = READY;
+        arena->counts.reserved--;
+        arena->counts.ready++;
+    }
+    pthread_mutex_unlock(&arena->mutex);
+    *done = i;
+    return status;
+}
+
+kvp_status kvp_arena_crcs(kvp_arena *arena, const uint32_t *slots, const uint64_t *generations,
+                          size_t count, uint32_t *crcs, size_t *done)
+{
+    const size_t crc_count = arena->geometry.crc_count;
+    kvp_status status = KVP_OK;
+    size_t i = 0;
+    pthread_mutex_lock(&arena->mutex);
+    for (; i < count; i++) {
+        status = find(arena, slots[i], generations[i]);
+        if (status == KVP_OK && arena->records[slots[i]].state != READY)
+            status = KVP_BUSY;
+        if (status != KVP_OK)
+            break;
+        /* Only this process writes here, under the mutex: plain reads are enough. */
+        if (crc_count > 0)
+            memcpy(crcs + i * crc_count, header_of(arena, slots[i])->crcs,
+                   crc_count * sizeof *crcs);
+    }
+    pthread_mutex_unlock(&arena->mutex);
+    *done = i;
+    return status;
 }
 
 void kvp_arena_count(kvp_arena *arena, kvp_arena_counts *out)

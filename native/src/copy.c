@@ -5,6 +5,7 @@
 #include <stdbool.h>
 #include <string.h>
 
+#include "kvpool_copy.h"
 #include "kvpool_crc32c.h"
 
 /* Copies of fewer bytes stay in the cache, where their reader may be about to look. This many, read
@@ -143,30 +144,43 @@ static block_walk plan_walk(const kvp_shape *shape, const kvp_view *dst, const k
     return walk;
 }
 
-kvp_status kvp_copy_blocks(const kvp_shape *shape, const kvp_view *dst, const uint64_t *dst_blocks,
-                           const kvp_view *src, const uint64_t *src_blocks, size_t block_count,
-                           size_t layer_begin, size_t layer_end, const uint32_t *crc_expected,
-                           uint32_t *crc_out, size_t crc_block_stride, size_t *bad_block)
+kvp_status kvp_copy_check(const kvp_shape *shape, const kvp_view *dst, const uint64_t *dst_blocks,
+                          const kvp_view *src, const uint64_t *src_blocks, size_t block_count,
+                          size_t layer_begin, size_t layer_end, const uint32_t *crc_expected,
+                          const uint32_t *crc_out, size_t crc_block_stride)
 {
     if (shape->heads == 0 || shape->tokens == 0 || shape->k_row_bytes == 0 ||
         layer_begin > layer_end)
         return KVP_INVALID;
-    if (block_count == 0 || layer_begin == layer_end) {
-        *bad_block = block_count;
+    if (block_count == 0 || layer_begin == layer_end)
         return KVP_OK;
-    }
     size_t crcs_per_block, crc_values;
     if (__builtin_mul_overflow(layer_end - layer_begin, shape->heads, &crcs_per_block) ||
         __builtin_mul_overflow(block_count, crc_block_stride, &crc_values))
         return KVP_INVALID;
     if ((crc_expected != NULL || crc_out != NULL) && crc_block_stride < crcs_per_block)
         return KVP_INVALID;
-    if (!view_is_sane(shape, dst, dst_blocks, block_count, layer_end) ||
-        !view_is_sane(shape, src, src_blocks, block_count, layer_end))
-        return KVP_INVALID;
+    return view_is_sane(shape, dst, dst_blocks, block_count, layer_end) &&
+                   view_is_sane(shape, src, src_blocks, block_count, layer_end)
+               ? KVP_OK
+               : KVP_INVALID;
+}
 
+kvp_status kvp_copy_blocks(const kvp_shape *shape, const kvp_view *dst, const uint64_t *dst_blocks,
+                           const kvp_view *src, const uint64_t *src_blocks, size_t block_count,
+                           size_t layer_begin, size_t layer_end, const uint32_t *crc_expected,
+                           uint32_t *crc_out, size_t crc_block_stride, size_t *bad_block)
+{
+    kvp_status status =
+        kvp_copy_check(shape, dst, dst_blocks, src, src_blocks, block_count, layer_begin, layer_end,
+                       crc_expected, crc_out, crc_block_stride);
+    if (status != KVP_OK)
+        return status;
+    *bad_block = block_count;
+    if (block_count == 0 || layer_begin == layer_end)
+        return KVP_OK;
     block_walk walk = plan_walk(shape, dst, src, layer_end - layer_begin);
-    size_t block_bytes = crcs_per_block * shape->tokens * (shape->k_row_bytes + shape->v_row_bytes);
+    size_t block_bytes = walk.layers * shape->heads * shape->tokens * (shape->k_row_bytes + shape->v_row_bytes);
     walk.streaming = block_bytes >= STREAMING_BYTES_MIN / block_count;
     const size_t dst_first = dst->base + layer_begin * dst->layer_stride;
     const size_t src_first = src->base + layer_begin * src->layer_stride;

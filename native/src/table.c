@@ -113,6 +113,26 @@ kvp_status kvp_table_put(kvp_table *table, const uint8_t *hash, uint64_t value)
     return KVP_OK;
 }
 
+kvp_status kvp_table_add(kvp_table *table, const uint8_t *hashes, const uint64_t *values,
+                         size_t count, bool *added)
+{
+    if (count > table->capacity - table->count)
+        return KVP_FULL;
+    for (size_t i = 0; i < count; i++) {
+        const uint8_t *hash = hashes + i * HASH_BYTES;
+        uint64_t mixed = mix(table, hash);
+        size_t place = find(table, hash, mixed);
+        added[i] = table->tags[place] == 0;
+        if (!added[i])
+            continue;
+        table->count++;
+        table->tags[place] = tag_of(mixed);
+        memcpy(table->entries[place].hash, hash, HASH_BYTES);
+        table->entries[place].value = values[i];
+    }
+    return KVP_OK;
+}
+
 kvp_status kvp_table_get(kvp_table *table, const uint8_t *hash, uint64_t *value)
 {
     size_t place = find(table, hash, mix(table, hash));
@@ -122,11 +142,9 @@ kvp_status kvp_table_get(kvp_table *table, const uint8_t *hash, uint64_t *value)
     return KVP_OK;
 }
 
-kvp_status kvp_table_remove(kvp_table *table, const uint8_t *hash)
+/* Take out the entry at `hole`. */
+static void close_up(kvp_table *table, size_t hole)
 {
-    size_t hole = find(table, hash, mix(table, hash));
-    if (table->tags[hole] == 0)
-        return KVP_MISS;
     /* Fill the hole with the next entry that may lie there: one whose own place is not between the
      * hole (exclusive) and where it lies now (inclusive). */
     size_t place = hole;
@@ -143,7 +161,20 @@ kvp_status kvp_table_remove(kvp_table *table, const uint8_t *hash)
     }
     table->tags[hole] = 0;
     table->count--;
-    return KVP_OK;
+}
+
+size_t kvp_table_remove(kvp_table *table, const uint8_t *hashes, size_t count, uint64_t *values)
+{
+    for (size_t i = 0; i < count; i++) {
+        const uint8_t *hash = hashes + i * HASH_BYTES;
+        size_t place = find(table, hash, mix(table, hash));
+        if (table->tags[place] == 0)
+            return i;
+        if (values != NULL)
+            values[i] = table->entries[place].value;
+        close_up(table, place);
+    }
+    return count;
 }
 
 size_t kvp_table_match(kvp_table *table, const uint8_t *hashes, size_t count, uint64_t *values)

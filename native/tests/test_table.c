@@ -31,7 +31,9 @@ static void test_against_array(void)
                 values[i] = step;
             }
         } else {
-            CHECK(kvp_table_remove(table, hash) == (present[i] ? KVP_OK : KVP_MISS));
+            uint64_t was = 0;
+            CHECK(kvp_table_remove(table, hash, 1, &was) == (size_t)present[i]);
+            CHECK(!present[i] || was == values[i]);
             count -= (size_t)present[i];
             present[i] = 0;
         }
@@ -59,7 +61,14 @@ static void test_match(void)
     CHECK(kvp_table_match(table, hashes, COUNT, values) == COUNT);
     for (size_t i = 0; i < COUNT; i++)
         CHECK(values[i] == i);
-    CHECK(kvp_table_remove(table, hashes + 37 * HASH_BYTES) == KVP_OK);
+    CHECK(kvp_table_remove(table, hashes + 37 * HASH_BYTES, 1, NULL) == 1);
+    CHECK(kvp_table_remove(table, hashes + 35 * HASH_BYTES, 5, values) == 2);
+    CHECK(values[0] == 35 && values[1] == 36);
+    CHECK(kvp_table_match(table, hashes, COUNT, NULL) == 35);
+    bool added[COUNT];
+    CHECK(kvp_table_add(table, hashes, values, COUNT, added) == KVP_FULL);
+    CHECK(kvp_table_add(table, hashes + 34 * HASH_BYTES, values, 3, added) == KVP_OK);
+    CHECK(!added[0] && added[1] && added[2]);
     CHECK(kvp_table_match(table, hashes, COUNT, NULL) == 37);
     CHECK(kvp_table_match(table, hashes, 0, NULL) == 0);
     kvp_table_close(table);

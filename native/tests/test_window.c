@@ -13,6 +13,18 @@ static const uint8_t incarnation[KVP_INCARNATION_BYTES] = "0123456789abcde";
 static const uint8_t other_run[KVP_INCARNATION_BYTES] = "another run....";
 static const uint8_t hash[KVP_HASH_BYTES] = "a block's hash of 32 bytes......";
 
+static void commit_one(kvp_arena *arena, uint32_t slot, uint64_t life, const uint32_t *crcs)
+{
+    size_t done;
+    CHECK(kvp_arena_commit(arena, &slot, &life, 1, hash, crcs, &done) == KVP_OK);
+}
+
+static void release_one(kvp_arena *arena, uint32_t slot, uint64_t life)
+{
+    size_t done;
+    CHECK(kvp_arena_change(arena, KVP_ARENA_RELEASE, &slot, &life, 1, &done) == KVP_OK);
+}
+
 static void test_lives(void)
 {
     kvp_arena *arena;
@@ -26,17 +38,16 @@ static void test_lives(void)
     uint32_t slots[2], crcs[CRCS] = {9, 8, 7, 6, 5}, read[2 * CRCS];
     uint64_t lives[2], none = 0;
     size_t bad;
-    for (size_t i = 0; i < 2; i++)
-        CHECK(kvp_arena_reserve(arena, &slots[i], &lives[i]) == KVP_OK);
+    CHECK(kvp_arena_reserve(arena, 2, false, slots, lives) == 2);
     CHECK(kvp_window_check(window, slots, lives, 2, &bad) == KVP_STALE && bad == 0);
     CHECK(kvp_window_check(window, slots, &none, 1, &bad) == KVP_STALE); /* 0 is no life */
-    CHECK(kvp_arena_commit(arena, slots[0], lives[0], hash, crcs) == KVP_OK);
+    commit_one(arena, slots[0], lives[0], crcs);
     CHECK(kvp_window_check(window, slots, lives, 2, &bad) == KVP_STALE && bad == 1);
-    CHECK(kvp_arena_commit(arena, slots[1], lives[1], hash, crcs) == KVP_OK);
+    commit_one(arena, slots[1], lives[1], crcs);
     CHECK(kvp_window_check(window, slots, lives, 2, &bad) == KVP_OK && bad == 2);
     CHECK(kvp_window_crcs(window, slots, lives, 2, read, &bad) == KVP_OK && bad == 2);
     CHECK(!memcmp(read, crcs, sizeof crcs) && !memcmp(read + CRCS, crcs, sizeof crcs));
-    CHECK(kvp_arena_release(arena, slots[0], lives[0]) == KVP_OK);
+    release_one(arena, slots[0], lives[0]);
     CHECK(kvp_window_check(window, slots, lives, 2, &bad) == KVP_STALE && bad == 0);
     slots[0] = SLOTS;
     CHECK(kvp_window_check(window, slots, lives, 1, &bad) == KVP_INVALID && bad == 0);
@@ -60,15 +71,15 @@ static void *own(void *argument)
     for (size_t i = 0; i < LIVES; i++) {
         uint32_t slot, crcs[CRCS];
         uint64_t life;
-        CHECK(kvp_arena_reserve(with->arena, &slot, &life) == KVP_OK && slot == 0);
+        CHECK(kvp_arena_reserve(with->arena, 1, false, &slot, &life) == 1 && slot == 0);
         uint64_t *bytes = (uint64_t *)kvp_arena_base(with->arena);
         for (size_t j = 0; j < 64; j++)
             __atomic_store_n(&bytes[j], life, __ATOMIC_RELAXED);
         for (size_t j = 0; j < CRCS; j++)
             crcs[j] = (uint32_t)life;
-        CHECK(kvp_arena_commit(with->arena, slot, life, hash, crcs) == KVP_OK);
+        commit_one(with->arena, slot, life, crcs);
         __atomic_store_n(&with->life, life, __ATOMIC_RELEASE);
-        CHECK(kvp_arena_release(with->arena, slot, life) == KVP_OK);
+        release_one(with->arena, slot, life);
     }
     __atomic_store_n(&with->life, 0, __ATOMIC_RELEASE);
     return NULL;

@@ -7,8 +7,6 @@ nobody maps a sealed arena for writing, and kvpool does not fork.
 import os
 import select
 import signal
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,8 +17,8 @@ from kvpool.arena import Arena, Slot
 from kvpool.block import BlockLayout, new_incarnation
 from kvpool.errors import CapacityError, ClosedError, TransferTimeoutError
 from kvpool.index.prefix import PrefixIndex
-from kvpool.memory import BlockView, Crcs, Span, copy_blocks
-from kvpool.pool import Pool
+from kvpool.memory import Span, copy_blocks
+from kvpool.reservation import Reservation
 from kvpool.testing.blocks import key, payload, read, view_of, write
 from kvpool.tiers.dram import DramTier
 
@@ -172,92 +170,66 @@ def test_without_the_grant_the_new_owner_would_be_overwritten(tier: DramTier) ->
     assert (found != wanted).any()
 
 
-def test_a_fill_that_outlives_its_deadline_writes_into_quarantine(tier: DramTier) -> None:
-    late, resume = threading.Event(), threading.Event()
-    slots: list[int] = []
+def test_an_abandoned_store_writes_into_quarantine(tier: DramTier) -> None:
+    late = Reservation(tier, key(100) + key(101), None)
+    slots = {int(index) for index in late.view.block_ids}
+    assert late.abandon()  # its deadline has passed, and its writer is still there
+    assert tier.stats().quarantined == 2
+    blocks = fill_the_rest(tier)
+    assert blocks == SLOTS - 2
+    taken = {slot.index for number in range(blocks) for slot in tier.pin(key(number))}
+    assert not taken & slots
 
-    def fill(view: BlockView, begin: int) -> Crcs:
-        assert begin == 0
-        slots.extend(int(index) for index in view.block_ids)
-        late.set()
-        assert resume.wait(WAIT_S)
-        return copy_blocks(view, view_of(LAYOUT, payload(LAYOUT, 2, seed=99)))
-
-    with Pool(tier) as pool:
-        with pytest.raises(TransferTimeoutError):
-            pool.store_from(key(100) + key(101), None, fill, deadline_s=0.05)
-        assert late.wait(WAIT_S)
-        assert pool.stats().quarantined == 2
-        blocks = fill_the_rest(tier)
-        assert blocks == SLOTS - 2
-        taken = {slot.index for number in range(blocks) for slot in tier.pin(key(number))}
-        assert not taken & set(slots)
-
-        resume.set()
-        give_up = time.monotonic() + WAIT_S
-        while pool.stats().quarantined:
-            assert time.monotonic() < give_up, "the late writer's slots never came back"
-            time.sleep(0.005)
-        wanted, found = owners_bytes(tier, blocks)
-        np.testing.assert_array_equal(found, wanted)
-        stats = pool.stats()
-        assert (stats.free, stats.reserved, stats.ready) == (2, 0, blocks)
-        assert tier.match(key(100)) == 0
+    crcs = copy_blocks(late.view, view_of(LAYOUT, payload(LAYOUT, 2, seed=99)))
+    with pytest.raises(TransferTimeoutError):
+        late.finish(crcs)
+    assert tier.stats().quarantined == 2  # finish is not the writer's end: settle is
+    late.settle()
+    wanted, found = owners_bytes(tier, blocks)
+    np.testing.assert_array_equal(found, wanted)
+    stats = tier.stats()
+    assert (stats.free, stats.reserved, stats.ready) == (2, 0, blocks)
+    assert tier.match(key(100)) == 0
 
 
-def test_closing_a_pool_does_not_wait_for_a_stuck_writer(tier: DramTier) -> None:
-    resume, ended, started = threading.Event(), threading.Event(), threading.Event()
-    errors: list[BaseException] = []
-
-    def fill(view: BlockView, begin: int) -> Crcs:
-        started.set()
-        assert resume.wait(WAIT_S)
-        crcs = copy_blocks(view, view_of(LAYOUT, payload(LAYOUT, 1, seed=1)))
-        ended.set()  # the memory was still mapped
-        return crcs
-
-    pool = Pool(tier)
-
-    def store() -> None:
-        try:
-            pool.store_from(key(1), None, fill, deadline_s=WAIT_S)
-        except ClosedError as error:
-            errors.append(error)
-
-    storing = threading.Thread(target=store)
-    storing.start()
-    assert started.wait(WAIT_S)
-    pool.close()
-    storing.join(WAIT_S)
-    assert len(errors) == 1
-    resume.set()
-    assert ended.wait(WAIT_S)
+def test_a_writer_still_has_its_memory_after_the_tier_was_closed(tier: DramTier) -> None:
+    reservation = Reservation(tier, key(1), None)
+    tier.close()
+    crcs = copy_blocks(reservation.view, view_of(LAYOUT, payload(LAYOUT, 1, seed=1)))
+    with pytest.raises(ClosedError):
+        reservation.finish(crcs)
+    reservation.settle()
 
 
-def test_a_late_writer_that_raises_gives_its_slots_back(tier: DramTier) -> None:
-    def fill(view: BlockView, begin: int) -> Crcs:
-        raise TransferTimeoutError("the peer was silent")
+def test_a_store_whose_writer_failed_gives_its_slots_back(tier: DramTier) -> None:
+    reservation = Reservation(tier, key(1) + key(2), None)
+    assert tier.stats().reserved == 2
+    reservation.settle()
+    assert (tier.stats().free, tier.stats().quarantined) == (SLOTS, 0)
 
-    with Pool(tier) as pool:
-        with pytest.raises(TransferTimeoutError, match="silent"):
-            pool.store_from(key(1), None, fill, deadline_s=WAIT_S)
-        assert pool.stats().free == SLOTS
+
+def test_a_run_of_slots_stays_quarantined_until_each_grant_is_back(tier: DramTier) -> None:
+    slots = tier.reserve_run(SLOTS)
+    tier.abort_run(slots)
+    tier.abort_run(slots)  # idempotent
+    assert tier.stats().quarantined == SLOTS
+    assert len(tier.reserve_run(1)) == 0
+    tier.settle_run(slots[:2])
+    assert [slot.index for slot in tier.reserve_run(SLOTS)] == [slots[1].index, slots[0].index]
+    assert tier.stats().quarantined == SLOTS - 2
 
 
 def test_a_written_block_is_read_back_after_all_this(tier: DramTier) -> None:
     blocks = payload(LAYOUT, 3, seed=3)
-
-    def fill(view: BlockView, begin: int) -> Crcs:
-        assert begin == 1
-        return copy_blocks(view.take(0, 1), view_of(LAYOUT, blocks).take(1, 2))
-
-    with Pool(tier) as pool:
-        write(tier, key(0), blocks[:1])
-        hashes = key(0) + key(1) + key(2)
-        result = pool.store_from(hashes, None, fill, deadline_s=WAIT_S)
-        assert (result.stored, result.new) == (2, 1)
-        assert "1 of 2 blocks" in result.refused
-        slots = tier.pin(hashes)
-        np.testing.assert_array_equal(read(tier, slots), blocks[:2])
-        tier.unpin(slots)
-        assert pool.stats().free == SLOTS - 2
+    write(tier, key(0), blocks[:1])
+    hashes = key(0) + key(1) + key(2)
+    reservation = Reservation(tier, hashes, None)
+    assert reservation.begin == 1
+    crcs = copy_blocks(reservation.view.take(0, 1), view_of(LAYOUT, blocks).take(1, 2))
+    result = reservation.finish(crcs)
+    assert (result.stored, result.new) == (2, 1)
+    assert "1 of 2 blocks" in result.refused
+    slots = tier.pin(hashes)
+    np.testing.assert_array_equal(read(tier, slots), blocks[:2])
+    tier.unpin(slots)
+    assert tier.stats().free == SLOTS - 2

@@ -19,7 +19,7 @@ ADDRESS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 # ThreadSanitizer does not model fences, and gcc warns of it. Ours order memory against another
 # process's mapping, which it could not see either.
 THREAD = ["-fsanitize=thread", "-Wno-tsan"]
-THREADED = {"test_arena", "test_window", "test_mailbox"}
+THREADED = {"test_arena", "test_crew", "test_window", "test_mailbox"}
 
 pytestmark = pytest.mark.skipif(shutil.which("gcc") is None, reason="gcc is not installed")
 

@@ -13,6 +13,7 @@ FLOORS: Mapping[str, int] = {
     "kvpool.memory": 0,
     "kvpool.config": 0,
     "kvpool.clock": 0,
+    "kvpool.host_memory": 0,
     "kvpool.events": 0,
     "kvpool.metrics": 0,
     "kvpool.arena": 0,

@@ -2,12 +2,10 @@ import gc
 import os
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvpool import arena as arenas
 from kvpool.arena import Arena, Slot, Window
 from kvpool.block import BlockLayout, SlotIndex, new_incarnation
 from kvpool.errors import (
@@ -36,34 +34,6 @@ def publish(arena: Arena, seed: int) -> tuple[Slot, Crcs]:
     crcs = copy_blocks(arena.view([slot]), view_of(SMALL_LAYOUT, payload(SMALL_LAYOUT, 1, seed)))
     arena.commit(slot, crcs[0], key(seed))
     return slot, crcs
-
-
-@pytest.mark.parametrize(
-    ("meminfo", "limit", "refused"),
-    [
-        (None, None, None),
-        ("MemTotal:  9 kB\nMemAvailable:  2048 kB\n", "max\n", "where 2 MiB"),
-        ("MemTotal:  9 kB\nMemAvailable:  4096 kB\n", "2097152\n", "where 2 MiB"),
-        ("MemTotal:  9 kB\nMemAvailable:  8192 kB\n", "8388608\n", None),
-    ],
-)
-def test_more_memory_than_there_is_is_refused_before_any_is_touched(
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    meminfo: str | None,
-    limit: str | None,
-    refused: str | None,
-) -> None:
-    for name, text in (("_MEMINFO", meminfo), ("_CGROUP_LIMIT", limit)):
-        monkeypatch.setattr(arenas, name, tmp_path / name)
-        if text is not None:
-            (tmp_path / name).write_text(text)
-    slots = (2 << 20) // SMALL_LAYOUT.block_bytes + 1
-    if refused is None:
-        Arena(SMALL_LAYOUT, slots, INCARNATION).close()
-        return
-    with pytest.raises(CapacityError, match=refused):
-        Arena(SMALL_LAYOUT, slots, INCARNATION)
 
 
 def test_counts_follow_the_life_of_a_slot(arena: Arena) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 SLOTS, SLOT_BYTES, CRCS = 3, 5000, 4
 INCARNATION = bytes(range(16))
 HASH = bytes(range(32))
+DONE = ffi.new("size_t *")
 
 
 def open_arena() -> "CData":
@@ -33,6 +34,10 @@ def map_window(arena: "CData", incarnation: bytes = INCARNATION) -> "CData":
     status = lib.kvp_window_map(lib.kvp_arena_fd(arena), incarnation, out)
     assert status == lib.KVP_OK
     return ffi.gc(out[0], lib.kvp_window_close)
+
+
+def one(slot: int, generation: int) -> "tuple[CData, CData, int]":
+    return ffi.new("uint32_t *", slot), ffi.new("uint64_t *", generation), 1
 
 
 @dataclass
@@ -55,6 +60,11 @@ class ArenaMachine(RuleBasedStateMachine):
         self.window = map_window(self.arena)
         self.lives = [Life() for _ in range(SLOTS)]
 
+    def change(self, step: int, slot: int, generation: int) -> int:
+        status = lib.kvp_arena_change(self.arena, step, *one(slot, generation), DONE)
+        assert DONE[0] == (status == lib.KVP_OK)
+        return status
+
     def expect(self, slot: int, back: int, *states: str) -> tuple[int, int, Life | None]:
         """Return generation to name, status to expect, and the life if the call should work."""
         if slot >= SLOTS:
@@ -73,11 +83,11 @@ class ArenaMachine(RuleBasedStateMachine):
     @rule()
     def reserve(self) -> None:
         slot, generation = ffi.new("uint32_t *"), ffi.new("uint64_t *")
-        status = lib.kvp_arena_reserve(self.arena, slot, generation)
+        taken = lib.kvp_arena_reserve(self.arena, 1, False, slot, generation)
         if all(life.state != "FREE" for life in self.lives):
-            assert status == lib.KVP_FULL
+            assert taken == 0
             return
-        assert status == lib.KVP_OK
+        assert taken == 1
         before = self.lives[slot[0]]
         assert before.state == "FREE"
         assert generation[0] > before.generation
@@ -87,14 +97,16 @@ class ArenaMachine(RuleBasedStateMachine):
     def commit(self, slot: int, back: int, crcs: tuple[int, ...]) -> None:
         generation, status, life = self.expect(slot, back, "RESERVED")
         native = ffi.new("uint32_t[]", crcs)
-        assert lib.kvp_arena_commit(self.arena, slot, generation, HASH, native) == status
+        assert (
+            lib.kvp_arena_commit(self.arena, *one(slot, generation), HASH, native, DONE) == status
+        )
         if life:
             life.state, life.crcs = "READY", crcs
 
     @rule(slot=slots, back=backs)
     def pin(self, slot: int, back: int) -> None:
         generation, status, life = self.expect(slot, back, "READY")
-        assert lib.kvp_arena_pin(self.arena, slot, generation) == status
+        assert self.change(lib.KVP_ARENA_PIN, slot, generation) == status
         if life:
             life.pins += 1
 
@@ -103,14 +115,14 @@ class ArenaMachine(RuleBasedStateMachine):
         generation, status, life = self.expect(slot, back, "RESERVED", "READY", "QUARANTINED")
         if life and life.pins == 0:
             status, life = lib.KVP_INVALID, None
-        assert lib.kvp_arena_unpin(self.arena, slot, generation) == status
+        assert self.change(lib.KVP_ARENA_UNPIN, slot, generation) == status
         if life:
             life.pins -= 1
 
     @rule(slot=slots, back=backs)
     def grant(self, slot: int, back: int) -> None:
         generation, status, life = self.expect(slot, back, "RESERVED", "READY")
-        assert lib.kvp_arena_grant(self.arena, slot, generation) == status
+        assert self.change(lib.KVP_ARENA_GRANT, slot, generation) == status
         if life:
             life.grants += 1
 
@@ -119,7 +131,7 @@ class ArenaMachine(RuleBasedStateMachine):
         generation, status, life = self.expect(slot, back, "RESERVED", "READY", "QUARANTINED")
         if life and life.grants == 0:
             status, life = lib.KVP_INVALID, None
-        assert lib.kvp_arena_settle(self.arena, slot, generation) == status
+        assert self.change(lib.KVP_ARENA_SETTLE, slot, generation) == status
         if life:
             life.grants -= 1
             if life.state == "QUARANTINED" and life.grants == 0:
@@ -130,7 +142,7 @@ class ArenaMachine(RuleBasedStateMachine):
         generation, status, life = self.expect(slot, back, "RESERVED", "READY")
         if life and life.pins:
             status, life = lib.KVP_BUSY, None
-        assert lib.kvp_arena_release(self.arena, slot, generation) == status
+        assert self.change(lib.KVP_ARENA_RELEASE, slot, generation) == status
         if life:
             life.state = "QUARANTINED" if life.grants else "FREE"
 
@@ -138,7 +150,7 @@ class ArenaMachine(RuleBasedStateMachine):
     def crcs(self, slot: int, back: int) -> None:
         generation, status, life = self.expect(slot, back, "READY")
         out = ffi.new("uint32_t[]", CRCS)
-        assert lib.kvp_arena_crcs(self.arena, slot, generation, out) == status
+        assert lib.kvp_arena_crcs(self.arena, *one(slot, generation), out, DONE) == status
         if life:
             assert tuple(ffi.unpack(out, CRCS)) == life.crcs
 

@@ -31,10 +31,30 @@ class TableMachine(RuleBasedStateMachine):
         else:
             assert status == lib.KVP_FULL
 
-    @rule(name=names)
-    def remove(self, name: bytes) -> None:
-        expected = lib.KVP_MISS if self.model.pop(name, None) is None else lib.KVP_OK
-        assert lib.kvp_table_remove(self.table, name) == expected
+    @rule(asked=st.lists(names, max_size=5), value=values)
+    def add(self, asked: list[bytes], value: int) -> None:
+        added, numbers = ffi.new("bool[]", 5), ffi.new("uint64_t[]", [value ^ i for i in range(5)])
+        run = b"".join(asked)
+        status = lib.kvp_table_add(self.table, run, numbers, len(asked), added)
+        if len(self.model) + len(asked) > CAPACITY:
+            assert status == lib.KVP_FULL
+            return
+        assert status == lib.KVP_OK
+        for i, name in enumerate(asked):
+            assert bool(added[i]) == (name not in self.model)
+            self.model.setdefault(name, value ^ i)
+
+    @rule(asked=st.lists(names, max_size=5))
+    def remove(self, asked: list[bytes]) -> None:
+        found = ffi.new("uint64_t[]", 5)
+        leading: list[int] = []
+        for name in asked:
+            if name not in self.model:
+                break
+            leading.append(self.model.pop(name))
+        removed = lib.kvp_table_remove(self.table, b"".join(asked), len(asked), found)
+        assert removed == len(leading)
+        assert ffi.unpack(found, 5)[:removed] == leading
 
     @rule(name=names)
     def get(self, name: bytes) -> None:

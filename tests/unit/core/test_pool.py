@@ -1,11 +1,11 @@
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
 
-from kvpool.arena import Arena, Slot
+from kvpool.arena import Arena, Slot, Slots
 from kvpool.base import Chain
 from kvpool.block import BlockLayout, new_incarnation
 from kvpool.clock import ManualClock
@@ -15,16 +15,15 @@ from kvpool.errors import (
     CapacityError,
     ClosedError,
     ConfigError,
-    InternalError,
     LeaseExpiredError,
     TransferTimeoutError,
     UsageError,
 )
 from kvpool.events import BlockEvicted, ListSink
 from kvpool.index.prefix import PrefixIndex
-from kvpool.memory import BlockView, Crcs, Span, copy_blocks
-from kvpool.pool import BATCH_BYTES, Pool
-from kvpool.testing.blocks import SMALL_LAYOUT, Payload, key, namespace, payload, view_of
+from kvpool.memory import BlockView, Crcs, Span
+from kvpool.pool import BATCH_BYTES, Pool, batches
+from kvpool.testing.blocks import SMALL_LAYOUT, Payload, namespace, payload, view_of
 from kvpool.tiers.dram import DramTier
 
 WAIT_S = 20.0
@@ -66,14 +65,14 @@ def flip_a_byte(pool: Pool, slot: Slot, layer: int) -> None:
     Span(address, pool.layout.layer_bytes, view.owner).view()[5] ^= 4
 
 
-def slots_of(pool: Pool, chain: Chain) -> list[Slot]:
+def slots_of(pool: Pool, chain: Chain) -> Sequence[Slot]:
     slots = pool.tier.pin(chain.hashes)
     pool.tier.unpin(slots)
     return slots
 
 
 class GatedTier(DramTier):
-    """Holds every reader at ``crcs`` and every writer at ``reserve`` until the gate opens."""
+    """Holds every reader at ``crcs`` and every writer at ``reserve_run`` until the gate opens."""
 
     def __init__(self) -> None:
         super().__init__(Arena(SMALL_LAYOUT, SLOTS, new_incarnation()), PrefixIndex(SLOTS))
@@ -81,13 +80,13 @@ class GatedTier(DramTier):
         self.reached = threading.Event()
         self.gate.set()
 
-    def crcs(self, slots: list[Slot]) -> Crcs:
+    def crcs(self, slots: Sequence[Slot]) -> Crcs:
         self.wait()
         return super().crcs(slots)
 
-    def reserve(self) -> Slot:
+    def reserve_run(self, count: int) -> Slots:
         self.wait()
-        return super().reserve()
+        return super().reserve_run(count)
 
     def wait(self) -> None:
         self.reached.set()
@@ -150,7 +149,10 @@ def test_a_corrupt_block_cuts_the_load_and_leaves(layer: int) -> None:
         assert told == ["corrupt"]
 
 
-def test_a_chain_whose_first_block_is_corrupt_delivers_nothing(pool: Pool) -> None:
+def test_a_chain_whose_first_block_is_corrupt_delivers_nothing(
+    pool: Pool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvpool.pool.BATCH_BYTES", 1)  # one layer at a time
     chain = chain_of(pool, 3)
     blocks = store(pool, chain)
     flip_a_byte(pool, slots_of(pool, chain)[0], 1)
@@ -235,6 +237,21 @@ def test_a_lease_of_another_pool_is_refused(pool: Pool) -> None:
             pool.load(lease, empty(blocks)[1], deadline_s=WAIT_S)
 
 
+def test_layers_are_announced_in_batches_and_every_block_is_in_one() -> None:
+    layout = BlockLayout(
+        num_layers=5, kv_heads=1, block_tokens=16, k_dim=BATCH_BYTES // 256, v_dim=0
+    )
+    cut = list(batches(layout, 1))
+    assert [(layers, list(blocks)) for layers, blocks in cut] == [
+        (range(4), [0]),
+        (range(4, 5), [0]),
+    ]
+    assert {layers.start for layers, _ in batches(layout, 9)} == set(range(5))
+    for count in range(12):
+        told = [(a, b) for layers, blocks in batches(layout, count) for a in layers for b in blocks]
+        assert told == sorted(set(told)) and len(told) == 5 * count
+
+
 # ---- ends -----------------------------------------------------------------------------------------
 
 
@@ -313,68 +330,3 @@ def test_close_ends_what_is_in_flight_and_what_is_queued() -> None:
     for done in started:
         with pytest.raises(ClosedError):
             done.result()
-
-
-# ---- writers from outside -------------------------------------------------------------------------
-
-
-def test_a_writer_is_asked_for_what_is_missing_only(pool: Pool) -> None:
-    chain = chain_of(pool, 3)
-    blocks = payload(SMALL_LAYOUT, 3, seed=5)
-    view = view_of(SMALL_LAYOUT, blocks)
-    pool.store(chain_of(pool, 1), view.take(0, 1), deadline_s=WAIT_S).wait(WAIT_S)
-    begins: list[int] = []
-
-    def fill(dest: BlockView, begin: int) -> Crcs:
-        begins.append(begin)
-        return copy_blocks(dest, view.take(begin, begin + len(dest)))
-
-    result = pool.store_from(chain.hashes, None, fill, deadline_s=WAIT_S)
-    assert (result.stored, result.new, result.refused) == (3, 2, "")
-    assert pool.store_from(chain.hashes, None, fill, deadline_s=WAIT_S).stored == 3
-    assert begins == [1]
-    out, dest = empty(blocks)
-    with pool.lease(pool.match(chain), WAIT_S) as lease:
-        assert pool.load(lease, dest, deadline_s=WAIT_S).wait(WAIT_S) == 3
-    np.testing.assert_array_equal(out, blocks)
-
-
-def test_a_writer_whose_checksums_lie_is_found_out_by_the_reader(pool: Pool) -> None:
-    chain = chain_of(pool, 1)
-    blocks = payload(SMALL_LAYOUT, 1, seed=6)
-
-    def fill(dest: BlockView, begin: int) -> Crcs:
-        return copy_blocks(dest, view_of(SMALL_LAYOUT, blocks)) ^ np.uint32(1)
-
-    assert pool.store_from(chain.hashes, None, fill, deadline_s=WAIT_S).stored == 1
-    with pool.lease(pool.match(chain), WAIT_S) as lease:
-        assert pool.load(lease, empty(blocks)[1], deadline_s=WAIT_S).wait(WAIT_S) == 0
-
-
-def test_a_writer_that_breaks_is_a_bug_and_leaves_nothing(
-    pool: Pool, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fill(dest: BlockView, begin: int) -> Crcs:
-        raise ZeroDivisionError
-
-    with pytest.raises(InternalError):
-        pool.store_from(key(1), None, fill, deadline_s=WAIT_S)
-    assert pool.stats().free == SLOTS
-    assert "failed" in caplog.text
-
-
-def test_too_many_writers_are_refused(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvpool.pool.FILLS_MAX", 1)
-    gate = threading.Event()
-
-    def fill(dest: BlockView, begin: int) -> Crcs:
-        assert gate.wait(WAIT_S)
-        return np.zeros((0, SMALL_LAYOUT.num_layers, SMALL_LAYOUT.kv_heads), dtype=np.uint32)
-
-    with pytest.raises(TransferTimeoutError):
-        pool.store_from(key(1), None, fill, deadline_s=0)
-    refused = pool.store_from(key(2), None, fill, deadline_s=WAIT_S)
-    assert (refused.stored, refused.new) == (0, 0)
-    assert "1 stores are under way" in refused.refused
-    assert pool.stats().reserved == 0
-    gate.set()

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
-from kvpool.arena import Arena, Slot, Window
+from kvpool.arena import Arena, Slot, SlotNumbers, Window
 from kvpool.block import BlockLayout, new_incarnation
 from kvpool.errors import LeaseExpiredError, UsageError
 from kvpool.memory import BlockView, Span
@@ -21,7 +21,7 @@ class _Interrupted(Window):
         super().__init__(arena.fd, arena.incarnation)
         self._act = act
 
-    def view(self, layout: BlockLayout, slots: Sequence[int]) -> BlockView:
+    def view(self, layout: BlockLayout, slots: Sequence[int] | SlotNumbers) -> BlockView:
         self._act()
         return super().view(layout, slots)
 

@@ -1,0 +1,207 @@
+/* Threads that share one copy: the caller, and helpers that wait for work.
+ *
+ * Owns: the helpers and the one job that they look at. A job lies on its caller's stack; it is taken
+ * away from the helpers before the call returns. Never looks into a block: copy.c does. */
+#define _GNU_SOURCE
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <unistd.h>
+
+#include "kvpool_copy.h"
+
+enum { HELPERS_MAX = 64 };
+
+/* Bytes of a run of blocks that one thread takes at a time: 50 us of copying, so that no thread is
+ * left with much when the others have ended, and ten times what taking it costs. */
+enum { RUN_BYTES = 512 << 10 };
+
+typedef struct {
+    const kvp_shape *shape;
+    const kvp_view *dst, *src;
+    const uint64_t *dst_blocks, *src_blocks;
+    size_t block_count, layer_begin, layer_end;
+    const uint32_t *crc_expected;
+    uint32_t *crc_out;
+    size_t crc_block_stride;
+    size_t run_blocks;
+    size_t next;       /* first block that nobody has taken; atomic */
+    size_t good;       /* leading blocks that may still be whole; under the crew's mutex */
+    size_t working;    /* helpers in this job; under the crew's mutex */
+    kvp_status status; /* of the block at `good`; under the crew's mutex */
+} copy_job;
+
+struct kvp_crew {
+    pthread_mutex_t mutex; /* guards job, closing, and parts of the job */
+    pthread_cond_t work;   /* there is a job, or the end */
+    pthread_cond_t left;   /* a helper left the job */
+    copy_job *job;         /* null: none, or all of it is taken */
+    bool closing;
+    pid_t process;
+    size_t helpers;
+    pthread_t threads[];
+};
+
+/* Note that the job ends before `block`, unless it ends earlier already. */
+static void end_before(kvp_crew *crew, copy_job *job, size_t block, kvp_status status)
+{
+    pthread_mutex_lock(&crew->mutex);
+    if (block < job->good) {
+        job->good = block;
+        job->status = status;
+    }
+    pthread_mutex_unlock(&crew->mutex);
+    __atomic_store_n(&job->next, job->block_count, __ATOMIC_RELAXED);
+}
+
+/* Take runs until there are none. Runs are taken in order, so all before a bad block are copied. */
+static void take_runs(kvp_crew *crew, copy_job *job)
+{
+    for (;;) {
+        size_t begin = __atomic_fetch_add(&job->next, job->run_blocks, __ATOMIC_RELAXED);
+        if (begin >= job->block_count)
+            return;
+        size_t count = job->block_count - begin, bad;
+        if (count > job->run_blocks)
+            count = job->run_blocks;
+        const size_t crc_at = begin * job->crc_block_stride;
+        kvp_status status = kvp_copy_blocks(
+            job->shape, job->dst, job->dst_blocks + begin, job->src, job->src_blocks + begin, count,
+            job->layer_begin, job->layer_end,
+            job->crc_expected == NULL ? NULL : job->crc_expected + crc_at,
+            job->crc_out == NULL ? NULL : job->crc_out + crc_at, job->crc_block_stride, &bad);
+        if (status != KVP_OK) {
+            end_before(crew, job, status == KVP_CORRUPT ? begin + bad : begin, status);
+            return;
+        }
+    }
+}
+
+static void *help(void *argument)
+{
+    kvp_crew *crew = argument;
+    pthread_mutex_lock(&crew->mutex);
+    while (!crew->closing) {
+        copy_job *job = crew->job;
+        if (job == NULL) {
+            pthread_cond_wait(&crew->work, &crew->mutex);
+            continue;
+        }
+        job->working++;
+        pthread_mutex_unlock(&crew->mutex);
+        take_runs(crew, job);
+        pthread_mutex_lock(&crew->mutex);
+        if (crew->job == job)
+            crew->job = NULL;
+        job->working--;
+        pthread_cond_broadcast(&crew->left);
+    }
+    pthread_mutex_unlock(&crew->mutex);
+    return NULL;
+}
+
+kvp_status kvp_crew_open(size_t helpers, kvp_crew **out)
+{
+    if (helpers > HELPERS_MAX)
+        return KVP_INVALID;
+    kvp_crew *crew = calloc(1, sizeof *crew + helpers * sizeof *crew->threads);
+    if (crew == NULL)
+        return KVP_SYSTEM;
+    pthread_mutex_init(&crew->mutex, NULL);
+    pthread_cond_init(&crew->work, NULL);
+    pthread_cond_init(&crew->left, NULL);
+    crew->process = getpid();
+    /* Signals are the application's: its own threads take them. */
+    sigset_t all, before;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, &before);
+    while (crew->helpers < helpers &&
+           pthread_create(&crew->threads[crew->helpers], NULL, help, crew) == 0) {
+        pthread_setname_np(crew->threads[crew->helpers], "kvpool-crew");
+        crew->helpers++;
+    }
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+    if (crew->helpers < helpers) {
+        kvp_crew_close(crew);
+        return KVP_SYSTEM;
+    }
+    *out = crew;
+    return KVP_OK;
+}
+
+void kvp_crew_close(kvp_crew *crew)
+{
+    if (crew == NULL)
+        return;
+    if (crew->process == getpid()) {
+        pthread_mutex_lock(&crew->mutex);
+        crew->closing = true;
+        pthread_cond_broadcast(&crew->work);
+        pthread_mutex_unlock(&crew->mutex);
+        for (size_t i = 0; i < crew->helpers; i++)
+            pthread_join(crew->threads[i], NULL);
+        pthread_cond_destroy(&crew->work);
+        pthread_cond_destroy(&crew->left);
+        pthread_mutex_destroy(&crew->mutex);
+    }
+    free(crew);
+}
+
+/* Offer the job to the helpers unless they have one already; do what is left; wait for them. */
+static void share(kvp_crew *crew, copy_job *job)
+{
+    bool offered = false;
+    if (crew->helpers > 0 && job->block_count > job->run_blocks) {
+        pthread_mutex_lock(&crew->mutex);
+        offered = crew->job == NULL;
+        if (offered) {
+            crew->job = job;
+            pthread_cond_broadcast(&crew->work);
+        }
+        pthread_mutex_unlock(&crew->mutex);
+    }
+    take_runs(crew, job);
+    if (!offered)
+        return;
+    pthread_mutex_lock(&crew->mutex);
+    if (crew->job == job)
+        crew->job = NULL; /* from here on no helper begins */
+    while (job->working > 0)
+        pthread_cond_wait(&crew->left, &crew->mutex);
+    pthread_mutex_unlock(&crew->mutex);
+}
+
+kvp_status kvp_crew_copy_blocks(kvp_crew *crew, const kvp_shape *shape, const kvp_view *dst,
+                                const uint64_t *dst_blocks, const kvp_view *src,
+                                const uint64_t *src_blocks, size_t block_count, size_t layer_begin,
+                                size_t layer_end, const uint32_t *crc_expected, uint32_t *crc_out,
+                                size_t crc_block_stride, size_t *bad_block)
+{
+    /* Checks every view before the first byte moves, and copies nothing. */
+    kvp_status status = kvp_copy_check(shape, dst, dst_blocks, src, src_blocks, block_count,
+                                       layer_begin, layer_end, crc_expected, crc_out,
+                                       crc_block_stride);
+    if (status != KVP_OK)
+        return status;
+    copy_job job = {
+        .shape = shape,
+        .dst = dst,
+        .src = src,
+        .dst_blocks = dst_blocks,
+        .src_blocks = src_blocks,
+        .block_count = block_count,
+        .layer_begin = layer_begin,
+        .layer_end = layer_end,
+        .crc_expected = crc_expected,
+        .crc_out = crc_out,
+        .crc_block_stride = crc_block_stride,
+        .good = block_count,
+        .status = KVP_OK,
+    };
+    size_t bytes = (layer_end - layer_begin) * shape->heads * shape->tokens *
+                   (shape->k_row_bytes + shape->v_row_bytes);
+    job.run_blocks = bytes == 0 || bytes >= RUN_BYTES ? 1 : RUN_BYTES / bytes;
+    share(crew, &job);
+    *bad_block = job.good;
+    return job.status;
+}
