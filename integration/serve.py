@@ -124,9 +124,9 @@ def child_commands(options: ServeOptions, model: Path, run_dir: Path) -> dict[st
         module = f"kvpool.integration.runtime.{role}"
         return (*python, module, *shared, "--name", name, *(trace or ()))
 
-    return {POOL_NAME: (*python, "kvpool.server.main", *pool)} | {
-        name: worker(role, name) for name, role in options.workers.items()
-    }
+    commands: dict[str, Sequence[str]] = {POOL_NAME: (*python, "kvpool.server.main", *pool)}
+    commands.update((name, worker(role, name)) for name, role in options.workers.items())
+    return commands
 
 
 def find_model(options: ServeOptions) -> tuple[Path, str]:

@@ -299,7 +299,7 @@ class DramTier(Tier):
 
     def _names(self, slots: Slots) -> list[BlockHash]:
         """Return the keys of the blocks in ready slots, without those that were dropped."""
-        keys = [self._keys[index] for index in slots.indices.tolist()]
+        keys = [self._keys[int(index)] for index in slots.indices]
         return [key for key in keys if key is not None]
 
     def _is_reserved(self, slot: Slot) -> bool:
