@@ -143,7 +143,9 @@ def test_completions(served: ServeProcess, client: openai.OpenAI) -> None:
 def test_logprobs_are_the_models_own(served: ServeProcess, client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=served.name,
-        messages=[{"role": "user", "content": "Write a line about the sea, with an emoji: \U0001f30a"}],
+        messages=[
+            {"role": "user", "content": "Write a line about the sea, with an emoji: \U0001f30a"}
+        ],
         max_tokens=16,
         temperature=0.8,
         seed=3,
