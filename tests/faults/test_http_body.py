@@ -100,10 +100,13 @@ def test_a_client_that_goes_away_while_it_sends_is_no_fault_of_ours(served: Fron
 
 @pytest.mark.parametrize("after", [0, 1, 2, 5])
 def test_a_client_that_goes_away_frees_everything(served: Front, after: int) -> None:
-    body = json.dumps(STREAM).encode()
+    before = served.workers.decode.status().tokens
+    body = json.dumps({**STREAM, "max_tokens": 240}).encode()
     asked = Asked("/v1/completions", body=[body], gone_after=after)
     served.run(asked.of(create_app(served.conductor)))
+    served.run(served.wait_idle())
     assert b"[DONE]" not in asked.answer
+    assert served.workers.decode.status().tokens - before < 200, "nobody wanted the rest"
 
 
 def test_a_client_that_takes_nothing_is_gone(served: Front) -> None:
