@@ -115,13 +115,16 @@ SSE42_INLINE uint32_t take_few(uint32_t crc, uint8_t *dst, const uint8_t *src, s
 }
 
 /* Copy one line of 64 bytes past the cache, in wide stores: 8 bytes at a time would cost more
- * instructions than the CRC does. The CRC then reads the line from L1. */
-AVX2_INLINE void stream_line(uint8_t *dst, const uint8_t *src)
+ * instructions than the CRC does. The CRC then reads what was stored from `held`, in L1, and never
+ * `src` again: a peer may have changed that meanwhile. */
+AVX2_INLINE void stream_line(uint8_t *dst, uint8_t *held, const uint8_t *src)
 {
     __m256i low = _mm256_loadu_si256((const __m256i *)(const void *)src);
     __m256i high = _mm256_loadu_si256((const __m256i *)(const void *)(src + 32));
     _mm256_stream_si256((__m256i *)(void *)dst, low);
     _mm256_stream_si256((__m256i *)(void *)(dst + 32), high);
+    _mm256_store_si256((__m256i *)(void *)held, low);
+    _mm256_store_si256((__m256i *)(void *)(held + 32), high);
 }
 
 /* The instruction takes 3 cycles and can start every cycle: three lanes keep it busy. */
@@ -155,6 +158,7 @@ SSE42 static uint32_t update_sse42(uint32_t crc, const uint8_t *src, size_t size
 AVX2 static uint32_t stream_avx2(uint32_t crc, uint8_t *dst, const uint8_t *src, size_t size,
                                  const uint8_t *next)
 {
+    uint8_t held[3 * LINE_BYTES] __attribute__((aligned(LINE_BYTES)));
     size_t before = (size_t)-(uintptr_t)dst % LINE_BYTES;
     if (before > size)
         before = size;
@@ -177,9 +181,9 @@ AVX2 static uint32_t stream_avx2(uint32_t crc, uint8_t *dst, const uint8_t *src,
             for (size_t i = 0; i < 3; i++) {
                 _mm_prefetch((const char *)ahead, _MM_HINT_T1);
                 ahead += LINE_BYTES;
-                stream_line(dst + i * lane + at, src + i * lane + at);
+                stream_line(dst + i * lane + at, held + i * LINE_BYTES, src + i * lane + at);
             }
-            take_lines(&a, &b, &c, src + at, lane);
+            take_lines(&a, &b, &c, held, LINE_BYTES);
         }
         crc = shift((uint32_t)a, 2 * lines) ^ shift((uint32_t)b, lines) ^ (uint32_t)c;
         src += 3 * lane;

@@ -1,5 +1,7 @@
 """copy.c: blocks between layouts against numpy."""
 
+import threading
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -9,7 +11,7 @@ from numpy.typing import NDArray
 from kvpool._native import ffi, lib
 from kvpool.block import BlockLayout
 from kvpool.errors import CorruptionError
-from kvpool.memory import BlockView, Crcs, copy_blocks
+from kvpool.memory import BlockView, Crcs, Span, copy_blocks
 
 BLOCKS = 3
 AXES = ("block", "layer", "head", "kv", "token")
@@ -147,3 +149,32 @@ def test_spans_stop_when_cancelled() -> None:
     assert lib.kvp_copy_spans(*arguments, cancel, done) == lib.KVP_OK
     assert done[0] == 3
     assert np.array_equal(dest, source)
+
+
+def test_a_checksum_is_of_the_copy_even_if_the_source_changes_meanwhile() -> None:
+    # Streamed, because it is large. A kernel that read the source twice failed one copy in 1,000.
+    layout = BlockLayout(
+        num_layers=4, kv_heads=1, block_tokens=64, k_dim=512, v_dim=512, dtype="uint8"
+    )
+    source = np.zeros(layout.block_bytes, dtype=np.uint8)
+    copy = np.zeros((layout.num_layers, layout.layer_bytes), dtype=np.uint8)
+    views = [BlockView.of_buffer(layout, Span.of(array.reshape(-1))) for array in (copy, source)]
+    ended = threading.Event()
+
+    def change() -> None:
+        value = 0
+        while not ended.is_set():
+            value = (value + 1) % 256
+            source.fill(value)
+
+    peer = threading.Thread(target=change)
+    peer.start()
+    try:
+        for _ in range(2000):
+            crcs = copy_blocks(views[0], views[1])
+            for layer in range(layout.num_layers):
+                data = ffi.from_buffer("uint8_t[]", copy[layer])
+                assert lib.kvp_crc32c(0, data, layout.layer_bytes) == crcs[0, layer, 0]
+    finally:
+        ended.set()
+        peer.join()
