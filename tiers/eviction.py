@@ -172,10 +172,19 @@ class LRUPolicy:
             raise UsageError(f"block {key.hex()} is here already")
         if parent == key:
             raise UsageError(f"block {key.hex()} is its own parent")
+        if key in self._children and self._descends(parent, key):
+            parent = None  # a circle, which no hashing makes: none of it could ever go
         node = self._nodes[key] = _Node(key, parent, self._stamp(now))
         if parent is not None:
             self._children[parent] = self._children.get(parent, 0) + 1
         return node
+
+    def _descends(self, key: BlockHash | None, ancestor: BlockHash) -> bool:
+        """Say whether ``ancestor`` is among the parents of ``key``, as far as they are here."""
+        while key is not None and key != ancestor:
+            node = self._nodes.get(key)
+            key = None if node is None else node.parent
+        return key is not None
 
     def _stamp(self, now: float) -> tuple[float, int]:
         self._sequence += 1

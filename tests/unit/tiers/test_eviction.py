@@ -111,6 +111,15 @@ def test_a_second_admission_or_an_own_parent_is_refused() -> None:
     assert len(policy) == 1
 
 
+@pytest.mark.parametrize("length", [2, 3, 7])
+def test_parents_in_a_circle_can_all_go(length: int) -> None:
+    policy = LRUPolicy()
+    for number in range(length):
+        policy.admit(key(number), key((number + 1) % length), float(number))
+    assert sorted(victims(policy)) == sorted(key(number) for number in range(length))
+    assert not policy._children
+
+
 def test_admissions_without_evictions_do_not_grow_the_heap() -> None:
     policy = LRUPolicy()
     for turn in range(2000):
