@@ -299,8 +299,8 @@ class DramTier(Tier):
 
     def _names(self, slots: Slots) -> list[BlockHash]:
         """Return the keys of the blocks in ready slots, without those that were dropped."""
-        keys = [self._keys[int(index)] for index in slots.indices]
-        return [key for key in keys if key is not None]
+        indices: list[int] = slots.indices.tolist()
+        return [key for index in indices if (key := self._keys[index]) is not None]
 
     def _is_reserved(self, slot: Slot) -> bool:
         try:
@@ -332,10 +332,10 @@ class DramTier(Tier):
         return len(victims)
 
     def _tell(self, reason: str, count: int) -> None:
-        for _ in range(count):
-            self._events.emit(
-                BlockEvicted(tier=self.name, reason=reason, size_bytes=self.layout.block_bytes)
-            )
+        if count:
+            event = BlockEvicted(tier=self.name, reason=reason, size_bytes=self.layout.block_bytes)
+            for _ in range(count):
+                self._events.emit(event)
 
 
 def _cut(keys: bytes) -> list[BlockHash]:

@@ -6,7 +6,7 @@ touches a slot. Who calls it: a tier, under its own lock, which tells it of ever
 
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvpool.block import BlockHash
@@ -70,10 +70,8 @@ class _Node:
     queued: bool = False  # there is an entry of this node in the heap
 
 
-@dataclass(slots=True, order=True)
-class _Entry:
-    used: tuple[float, int]
-    node: _Node = field(compare=False)
+# When it was used, and the node: no two uses are equal, so nodes are never compared.
+_Entry = tuple[tuple[float, int], _Node]
 
 
 class LRUPolicy:
@@ -99,11 +97,13 @@ class LRUPolicy:
 
     def admit_run(self, keys: Sequence[BlockHash], parent: BlockHash | None, now: float) -> None:
         """Take note of new blocks, each the parent of the next, used now."""
-        for key in keys[:-1]:
-            self._enter(key, parent, now)
+        nodes: list[_Node] = []
+        for key in keys:
+            nodes.append(self._enter(key, parent, now))
             parent = key
-        if keys:
-            self.admit(keys[-1], parent, now)
+        for node in nodes:  # all but the last have a child, unless parents go in a circle
+            if node.key not in self._children:
+                self._queue(node)
 
     def use(self, key: BlockHash, now: float) -> None:
         """Move a block to the young end."""
@@ -155,12 +155,12 @@ class LRUPolicy:
     def victim(self) -> BlockHash | None:
         """Forget and return the least recently used candidate."""
         while self._heap:
-            node = self._heap[0].node
+            used, node = self._heap[0]
             if not self._may_go(node):
                 heapq.heappop(self._heap)
                 node.queued = False
-            elif node.used != self._heap[0].used:
-                heapq.heapreplace(self._heap, _Entry(node.used, node))
+            elif node.used != used:
+                heapq.heapreplace(self._heap, (node.used, node))
             else:
                 heapq.heappop(self._heap)
                 self.remove(node.key)
@@ -199,9 +199,9 @@ class LRUPolicy:
         if node.queued or not self._may_go(node):
             return
         if len(self._heap) > 2 * len(self._nodes) + 64:  # mostly entries of removed blocks
-            for entry in self._heap:
-                entry.node.queued = self._may_go(entry.node)
-            self._heap = [entry for entry in self._heap if entry.node.queued]
+            for _, entered in self._heap:
+                entered.queued = self._may_go(entered)
+            self._heap = [entry for entry in self._heap if entry[1].queued]
             heapq.heapify(self._heap)
         node.queued = True
-        heapq.heappush(self._heap, _Entry(node.used, node))
+        heapq.heappush(self._heap, (node.used, node))

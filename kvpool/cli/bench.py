@@ -1,13 +1,13 @@
 """The benchmark core: cases measured in pairs with a reference, and what a row says of them.
 
-Owns the order of measurement (ABBA), the statistics, and the two outputs: a table for people, one
-JSON object a line for programs. What is measured lives in modules named by ``SUBJECTS``, each with a
-function ``cases(quick)``. Who calls it: ``kvpool bench``.
+Owns the order of measurement (ABBA), the statistics, and when a row is no evidence; docs/bench.md
+explains them. What is measured lives in modules named by ``SUBJECTS``, each with a function
+``cases(quick)``. Who calls it: ``bench_command``.
 """
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -29,11 +29,21 @@ PAIRS_QUICK: Final = 3
 SPREAD_MAX: Final = 0.25
 CEILING_SHARE_MIN: Final = 0.8
 
-Measure = Callable[[], float]  # runs once and returns the figure, in the case's unit
+# Seconds of a clock that only goes forward: of the wall, or of this process's CPUs.
+Timer = Callable[[], float]
+# Told what is measured now, in a few words.
+Tell = Callable[[str], None]
 
 
 class Sides(Protocol):
-    """What a case measures, set up."""
+    """What a case measures, set up.
+
+    Attributes:
+        ceiling: The best figure that the reference's way of working gives on this machine, measured
+            while setting up; None if the best sample of the reference stands for it.
+    """
+
+    ceiling: float | None
 
     def value(self) -> float:
         """Run kvpool once; return the figure."""
@@ -52,15 +62,18 @@ class Case:
         name: Stable name, dotted.
         unit: Of both figures.
         reference: What it is compared with, for a person.
-        open: Sets up and tears down; what it gives runs either side once a call.
+        open: Sets up and tears down, given the clock to measure with; what it gives runs either
+            side once a call.
         lower_is_better: True for times: the unfavourable bound is then the upper one.
+        one_process: False if other processes do the work, so that this one's CPU time says nothing.
     """
 
     name: str
     unit: str
     reference: str
-    open: Callable[[], AbstractContextManager[Sides]]
+    open: Callable[[Timer], AbstractContextManager[Sides]]
     lower_is_better: bool = False
+    one_process: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,8 +102,11 @@ class Row:
     valid: bool
 
 
-def cases_of(subject: str, quick: bool) -> list[Case]:
-    """Return the cases of a subject. Raises UsageError if this installation cannot run it."""
+def cases_of(subject: str, quick: bool, only: str = "*") -> list[Case]:
+    """Return the cases of a subject whose name fits a glob.
+
+    Raises UsageError if this installation cannot run the subject, or no name fits.
+    """
     if subject not in SUBJECTS:
         raise UsageError(f"no subject {subject!r}: choose one of {', '.join(SUBJECTS)}")
     home = SUBJECTS[subject]
@@ -98,44 +114,51 @@ def cases_of(subject: str, quick: bool) -> list[Case]:
         module = import_module(home)
     except ModuleNotFoundError as error:
         raise UsageError(f"{subject} cannot be measured here: {error}") from error
-    found: list[Case] = module.cases(quick)
+    offered: list[Case] = module.cases(quick)
+    found = [case for case in offered if fnmatchcase(case.name, only)]
+    if not found:
+        names = ", ".join(case.name for case in offered)
+        raise UsageError(f"no row of {subject} is named like {only!r}: there are {names}")
     return found
 
 
-def run(cases: Iterable[Case], only: str, pairs: int) -> Iterator[Row]:
-    """Measure the cases whose name fits the glob, one after another."""
+def run(cases: Iterable[Case], pairs: int, timer: Timer, tell: Tell) -> Generator[Row, None, None]:
+    """Measure cases one after another."""
     for case in cases:
-        if fnmatchcase(case.name, only):
-            with case.open() as sides:
-                yield measure(case, sides, pairs)
+        tell(f"{case.name}: setting up")
+        with case.open(timer) as sides:
+            row = measure(case, sides, pairs, tell)
+        yield row
 
 
-def measure(case: Case, sides: Sides, pairs: int) -> Row:
+def measure(case: Case, sides: Sides, pairs: int, tell: Tell) -> Row:
     """Measure one case in ABBA order, after one run of each that does not count."""
     sides.value()
     sides.reference()
     values: list[float] = []
     references: list[float] = []
     for pair in range(pairs):
+        tell(f"{case.name}: pair {pair + 1} of {pairs}")
         if pair % 2:
             references.append(sides.reference())
             values.append(sides.value())
         else:
             values.append(sides.value())
             references.append(sides.reference())
-    return summary(case, values, references)
+    return summary(case, values, references, sides.ceiling)
 
 
-def summary(case: Case, values: Sequence[float], references: Sequence[float]) -> Row:
+def summary(
+    case: Case, values: Sequence[float], references: Sequence[float], ceiling: float | None
+) -> Row:
     """Turn paired figures into a row."""
     ratios = sorted(value / reference for value, reference in zip(values, references, strict=True))
     ratio = statistics.median(ratios)
     spread = (_quantile(ratios, 0.9) - _quantile(ratios, 0.1)) / (2 * ratio)
     reference = statistics.median(references)
-    if case.lower_is_better:
-        near_ceiling = min(references) >= CEILING_SHARE_MIN * reference
-    else:
-        near_ceiling = reference >= CEILING_SHARE_MIN * max(references)
+    known = [*references] if ceiling is None else [*references, ceiling]
+    best = min(known) if case.lower_is_better else max(known)
+    share = best / reference if case.lower_is_better else reference / best
     return Row(
         name=case.name,
         value=statistics.median(values),
@@ -146,7 +169,7 @@ def summary(case: Case, values: Sequence[float], references: Sequence[float]) ->
         low=unfavourable(ratios, case.lower_is_better),
         pairs=len(ratios),
         spread=spread,
-        valid=len(ratios) >= PAIRS and spread <= SPREAD_MAX and near_ceiling,
+        valid=len(ratios) >= PAIRS and spread <= SPREAD_MAX and share >= CEILING_SHARE_MIN,
     )
 
 
@@ -173,18 +196,3 @@ def _quantile(ascending: Sequence[float], share: float) -> float:
     low = math.floor(at)
     high = min(low + 1, len(ascending) - 1)
     return ascending[low] + (ascending[high] - ascending[low]) * (at - low)
-
-
-HEADER: Final = (
-    f"{'row':<32} {'value':>9} {'reference':>10} {'unit':<9} {'ratio':>6} {'low':>6} "
-    f"{'spread':>6}  against"
-)
-
-
-def line(row: Row) -> str:
-    """Return a row of the table for people."""
-    mark = "" if row.valid else "   not valid: run again"
-    return (
-        f"{row.name:<32} {row.value:>9.3g} {row.reference_value:>10.3g} {row.unit:<9} "
-        f"{row.ratio:>6.2f} {row.low:>6.2f} {row.spread:>6.0%}  {row.reference}{mark}"
-    )

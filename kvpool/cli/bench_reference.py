@@ -1,57 +1,71 @@
-"""The C references in ``benchmarks/reference``, compiled when a benchmark needs them.
+"""The C references in ``benchmarks/reference``: compiled when a benchmark needs them, and kept.
 
-Owns the compiling (gcc or cc, -O3) and the choice between two ways to copy. Needs a checkout: an
-installed package carries no references. Who calls it: the subjects of ``kvpool bench``.
+Owns the compiling (gcc or cc, -O3, into ``build/reference``), the choice between two ways to copy,
+and how much memory a benchmark goes round. Needs a checkout: an installed package carries no
+references. Who calls it: the subjects of ``kvpool bench``.
 """
 
 import ctypes
+import hashlib
+import os
 import shutil
 import subprocess
-import tempfile
-import time
-from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kvpool.cli.bench import Timer
 from kvpool.errors import UsageError
 
-_FOLDER: Final = Path(__file__).resolve().parents[2] / "benchmarks" / "reference"
+_ROOT: Final = Path(__file__).resolve().parents[2]
+_SOURCES: Final = _ROOT / "benchmarks" / "reference"
+_BUILT: Final = _ROOT / "build" / "reference"
+_CPUS: Final = Path("/sys/devices/system/cpu")
+_ROTATE_BYTES_MIN: Final = 128 << 20
+# Samples of each way to copy before the quicker one is chosen; the best is the ceiling.
+_TRIES: Final = 7
 _Addresses = NDArray[np.uintp]
 
 
-class CopyReference:
-    """Copies spans in C, with threads, in whichever way is quicker on this machine."""
+def compiled(name: str, built: Path = _BUILT) -> Path:
+    """Compile ``benchmarks/reference/NAME.c`` unless that was done; return the shared library.
 
-    def __init__(self, library: Path) -> None:
-        self._copy = ctypes.CDLL(str(library)).reference_copy
-        self._stream = 0
-
-    def choose(self, spans: "Spans", threads: int) -> None:
-        """Try both ways on these spans, best of three, and keep the quicker."""
-        best: dict[int, float] = {}
-        for stream in (0, 1, 0, 1, 0, 1):
-            self._stream = stream
-            rate = self.rate(spans, threads)
-            best[stream] = max(rate, best.get(stream, 0.0))
-        self._stream = max(best, key=lambda stream: best[stream])
-
-    def rate(self, spans: "Spans", threads: int) -> float:
-        """Copy the spans once; return GB/s, 0 if this CPU cannot copy in the way that was asked."""
-        began = time.perf_counter()
-        status = self._copy(
-            spans.dest.ctypes.data_as(ctypes.c_void_p),
-            spans.source.ctypes.data_as(ctypes.c_void_p),
-            spans.sizes.ctypes.data_as(ctypes.c_void_p),
-            ctypes.c_size_t(len(spans.sizes)),
-            ctypes.c_size_t(threads),
-            ctypes.c_int(self._stream),
+    Raises UsageError where that cannot be done.
+    """
+    source = _SOURCES / f"{name}.c"
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if not source.exists() or compiler is None:
+        raise UsageError("references are compiled from a checkout of kvpool: get one, and gcc")
+    flags = ["-O3", "-fPIC", "-shared", "-pthread"]
+    digest = hashlib.sha256(source.read_bytes() + " ".join(flags).encode()).hexdigest()[:16]
+    library = built / f"{name}-{digest}.so"
+    if not library.exists():
+        built.mkdir(parents=True, exist_ok=True)
+        fresh = library.with_suffix(f".{os.getpid()}")
+        done = subprocess.run(
+            [compiler, *flags, "-o", str(fresh), str(source)],
+            capture_output=True,
+            text=True,
+            check=False,
         )
-        took_s = time.perf_counter() - began
-        return 0.0 if status else int(spans.sizes.sum()) / took_s / 1e9
+        if done.returncode:
+            raise UsageError(f"{source} does not compile: {done.stderr}")
+        fresh.replace(library)  # whole or not at all, whoever else compiles it now
+    return library
+
+
+def rotate_bytes(cpus: Path = _CPUS) -> int:
+    """Return how many bytes a benchmark must go round: at least four times all L3 caches."""
+    caches: dict[str, int] = {}
+    for folder in cpus.glob("cpu[0-9]*/cache/index*"):
+        if (folder / "level").read_text().strip() == "3":
+            shared = (folder / "shared_cpu_list").read_text().strip()
+            caches[shared] = int((folder / "size").read_text().strip().removesuffix("K")) << 10
+    wanted = max(_ROTATE_BYTES_MIN, 4 * sum(caches.values()))
+    return -(-wanted // _ROTATE_BYTES_MIN) * _ROTATE_BYTES_MIN
 
 
 class Spans:
@@ -61,19 +75,50 @@ class Spans:
         self.dest: _Addresses = np.array(dest, dtype=np.uintp)
         self.source: _Addresses = np.array(source, dtype=np.uintp)
         self.sizes: _Addresses = np.full(len(dest), size, dtype=np.uintp)
+        self.total = size * len(dest)
 
 
-@contextmanager
-def copy_reference() -> Generator[CopyReference, None, None]:
-    """Compile and load the reference copy. Raises UsageError where that cannot be done."""
-    source = _FOLDER / "copy.c"
-    compiler = shutil.which("gcc") or shutil.which("cc")
-    if not source.exists() or compiler is None:
-        raise UsageError("references are compiled from a checkout of kvpool: get one, and gcc")
-    with tempfile.TemporaryDirectory(prefix="kvpool-") as folder:
-        library = Path(folder) / "copy.so"
-        command = [compiler, "-O3", "-fPIC", "-shared", "-pthread", "-o", str(library), str(source)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise UsageError(f"{source} does not compile: {done.stderr}")
-        yield CopyReference(library)
+class CopyReference:
+    """Copies spans in C, with threads, in whichever way is quicker on this machine.
+
+    Args:
+        threads: That copy together.
+        timer: What the time is taken with.
+
+    Attributes:
+        ceiling: GB/s of the best sample while choosing.
+    """
+
+    def __init__(self, threads: int, timer: Timer) -> None:
+        self._copy = ctypes.CDLL(str(compiled("copy"))).reference_copy
+        self._threads = threads
+        self._timer = timer
+        self._stream = 0
+        self.ceiling = 0.0
+
+    def choose(self, turns: Sequence[Spans]) -> None:
+        """Try both ways on these spans, in alternation, and keep the quicker."""
+        best = [0.0, 0.0]
+        for _ in range(_TRIES):
+            for self._stream in (0, 1):
+                best[self._stream] = max(best[self._stream], self.rate(turns))
+        self._stream = best.index(max(best))
+        self.ceiling = max(best)
+
+    def rate(self, turns: Sequence[Spans]) -> float:
+        """Copy the spans once; return GB/s, 0 if this CPU cannot copy in the way that was asked."""
+        took_s = 0.0
+        for spans in turns:
+            began = self._timer()
+            status = self._copy(
+                spans.dest.ctypes.data_as(ctypes.c_void_p),
+                spans.source.ctypes.data_as(ctypes.c_void_p),
+                spans.sizes.ctypes.data_as(ctypes.c_void_p),
+                ctypes.c_size_t(len(spans.sizes)),
+                ctypes.c_size_t(self._threads),
+                ctypes.c_int(self._stream),
+            )
+            took_s += self._timer() - began
+            if status:
+                return 0.0
+        return sum(spans.total for spans in turns) / took_s / 1e9

@@ -1,28 +1,31 @@
 """Rows of the DRAM tier: loads and stores of an embedded pool against a plain copy of the spans.
 
-Every sample moves 16 blocks, with CRC32C on. Buffers rotate over 128 MiB, four times a usual L3
-cache. The pool copies one operation on one thread, so the reference has one.
+One operation moves 32 MiB (a prompt of 256 to 2,048 tokens), with CRC32C on, with the pool's two
+threads; a sample goes once round the memory, at least four times the L3 cache. The reference copies
+as many bytes between the same caller's buffer and slots of an arena like the pool's.
 """
 
-import time
 from collections.abc import Generator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import partial
 from typing import Final
 
 import numpy as np
 
+from kvpool.arena import Arena
 from kvpool.base import Chain
-from kvpool.block import BlockLayout, Namespace
-from kvpool.cli.bench import Case, Sides
-from kvpool.cli.bench_reference import CopyReference, Spans, copy_reference
+from kvpool.block import BlockLayout, Namespace, new_incarnation
+from kvpool.cli.bench import Case, Sides, Timer
+from kvpool.cli.bench_reference import CopyReference, Spans, rotate_bytes
 from kvpool.config import PoolConfig
+from kvpool.errors import InternalError
 from kvpool.memory import BlockView, Span
 from kvpool.pool import Pool
 
-_ROTATE_BYTES: Final = 128 << 20
-_BLOCKS: Final = 16
+_OPERATION_BYTES: Final = 32 << 20
+_THREADS: Final = 2
 _TIMEOUT_S: Final = 30.0
+_ALIGN_BYTES: Final = 4096
 # 16 tokens of 8 KV heads of 128 bfloat16 numbers: 64 KiB a layer.
 _LAYERS: Final = {"2MiB": 32, "256KiB": 4}
 
@@ -33,7 +36,7 @@ def cases(quick: bool) -> list[Case]:
         Case(
             name=f"tiers.dram.{job}.{size}",
             unit="GB/s",
-            reference="C copy of the same spans, 1 thread",
+            reference=f"C copy of the same spans, {_THREADS} threads",
             open=partial(_open, job, layers),
         )
         for job in ("load", "store")
@@ -42,96 +45,121 @@ def cases(quick: bool) -> list[Case]:
 
 
 @contextmanager
-def _open(job: str, layers: int) -> Generator[Sides, None, None]:
+def _open(job: str, layers: int, timer: Timer) -> Generator[Sides, None, None]:
     layout = BlockLayout(
         num_layers=layers, kv_heads=8, block_tokens=16, k_dim=128, v_dim=128, dtype="bfloat16"
     )
-    config = PoolConfig(dram_bytes=2 * _ROTATE_BYTES)
-    with copy_reference() as reference, Pool.open(layout, config) as pool:
-        bench = _Bench(pool, reference)
+    size = rotate_bytes()
+    slots = size // layout.block_bytes
+    pool = Pool.open(layout, PoolConfig(dram_bytes=2 * size), copy_threads=_THREADS)
+    with pool, closing(Arena(layout, slots, new_incarnation())) as arena:
+        bench = _Bench(pool, arena, timer)
         yield _Loads(bench) if job == "load" else _Stores(bench)
 
 
+def aligned_room(size: int) -> Span:
+    """Return touched memory that begins on a page, as a caller's KV cache does."""
+    span = Span.of(np.ones(size + _ALIGN_BYTES, dtype=np.uint8))
+    return span.part(-span.address % _ALIGN_BYTES, size)
+
+
 class _Bench:
-    """A pool full of blocks, and a buffer to rotate over."""
+    """A pool full of blocks, a caller's buffer to rotate over, and an arena for the reference."""
 
-    def __init__(self, pool: Pool, reference: CopyReference) -> None:
-        self.pool = pool
-        self.reference = reference
-        self.layout = pool.layout
-        self.turns = _ROTATE_BYTES // (_BLOCKS * self.layout.block_bytes)
-        buffer = np.random.default_rng(0).integers(0, 256, _ROTATE_BYTES, dtype=np.uint8)
-        self.view = BlockView.of_buffer(self.layout, Span.of(buffer))
+    def __init__(self, pool: Pool, arena: Arena, timer: Timer) -> None:
+        self._pool = pool
+        self._timer = timer
+        self._layout = pool.layout
+        self._blocks = _OPERATION_BYTES // self._layout.block_bytes
         self._prompt = 0
-        self.chains = [self.store(turn)[0] for turn in range(self.turns)]
-        # The reference copies to and from memory that lies like the pool's.
-        other = np.ones(_ROTATE_BYTES, dtype=np.uint8)
-        self._other = BlockView.of_buffer(self.layout, Span.of(other))
-        reference.choose(self.spans(0), 1)
+        room = aligned_room(arena.slot_count * self._layout.block_bytes)
+        room.view()[:] = np.random.default_rng(0).bytes(room.size)
+        self._buffer = BlockView.of_buffer(self._layout, room)
+        self._slots = arena.view(arena.reserve_some(arena.slot_count))
+        self._turns = range(arena.slot_count // self._blocks)
+        self._chains: list[Chain] = []
+        self.store()
+        self.reference = CopyReference(_THREADS, timer)
 
-    def part(self, turn: int) -> BlockView:
-        """Return the blocks of a turn."""
-        begin = turn % self.turns * _BLOCKS
-        return self.view.take(begin, begin + _BLOCKS)
+    def _part(self, turn: int) -> BlockView:
+        return self._buffer.take(turn * self._blocks, (turn + 1) * self._blocks)
 
-    def store(self, turn: int) -> tuple[Chain, float]:
-        """Store the blocks of a turn under a new chain; return it and GB/s."""
-        self._prompt += 1
-        namespace = Namespace(
-            model="bench",
-            weights=str(self._prompt),
-            compute_dtype="bfloat16",
-            kv_dtype="bfloat16",
-            block_tokens=self.layout.block_tokens,
-        )
-        chain = self.pool.chain(namespace, range(_BLOCKS * self.layout.block_tokens))
-        source = self.part(turn)
-        began = time.perf_counter()
-        done = self.pool.store(chain, source, deadline_s=_TIMEOUT_S)
-        done.wait(_TIMEOUT_S)
-        return chain, self.rate(began)
+    def store(self) -> float:
+        """Store the whole buffer under new chains, one operation a turn; return GB/s."""
+        self._chains = []
+        took_s = 0.0
+        for turn in self._turns:
+            self._prompt += 1
+            namespace = Namespace(
+                model="bench",
+                weights=str(self._prompt),
+                compute_dtype="bfloat16",
+                kv_dtype="bfloat16",
+                block_tokens=self._layout.block_tokens,
+            )
+            tokens = range(self._blocks * self._layout.block_tokens)
+            chain, source = self._pool.chain(namespace, tokens), self._part(turn)
+            began = self._timer()
+            done = self._pool.store(chain, source, deadline_s=_TIMEOUT_S).wait(_TIMEOUT_S)
+            took_s += self._timer() - began
+            if done.new != self._blocks:
+                raise InternalError(f"stored {done.new} of {self._blocks} blocks: {done.refused}")
+            self._chains.append(chain)
+        return self._buffer_bytes / took_s / 1e9
 
-    def load(self, turn: int) -> float:
-        """Load the blocks of a turn; return GB/s."""
-        match = self.pool.match(self.chains[turn % self.turns])
-        with self.pool.lease(match, _TIMEOUT_S) as lease:
-            dest = self.part(turn)
-            began = time.perf_counter()
-            self.pool.load(lease, dest, deadline_s=_TIMEOUT_S).wait(_TIMEOUT_S)
-            return self.rate(began)
+    def load(self) -> float:
+        """Load what was stored last, one operation a turn; return GB/s."""
+        took_s = 0.0
+        for turn, chain in zip(self._turns, self._chains, strict=True):
+            dest = self._part(turn)
+            with self._pool.lease(self._pool.match(chain), _TIMEOUT_S) as lease:
+                began = self._timer()
+                good = self._pool.load(lease, dest, deadline_s=_TIMEOUT_S).wait(_TIMEOUT_S)
+                took_s += self._timer() - began
+            if good != self._blocks:
+                raise InternalError(f"loaded {good} of {self._blocks} blocks")
+        return self._buffer_bytes / took_s / 1e9
 
-    def spans(self, turn: int) -> Spans:
-        """Return a turn's blocks as spans, from one buffer to another."""
-        at = [turn % self.turns * _BLOCKS + block for block in range(_BLOCKS)]
-        stride = self.layout.block_bytes
-        dest = [self._other.base + index * stride for index in at]
-        return Spans(dest, [self.view.base + index * stride for index in at], stride)
+    @property
+    def _buffer_bytes(self) -> int:
+        return len(self._buffer) * self._layout.block_bytes
 
-    def rate(self, began: float) -> float:
-        """Return the GB/s of one turn that began then."""
-        return _BLOCKS * self.layout.block_bytes / (time.perf_counter() - began) / 1e9
+    def spans(self, *, load: bool) -> list[Spans]:
+        """Return each turn's blocks as spans between the buffer and the reference's arena."""
+        turns: list[Spans] = []
+        for turn in self._turns:
+            at = range(turn * self._blocks, (turn + 1) * self._blocks)
+            slots = [self._slots.base + index * self._slots.block_stride for index in at]
+            buffer = [self._buffer.base + index * self._layout.block_bytes for index in at]
+            dest, source = (buffer, slots) if load else (slots, buffer)
+            turns.append(Spans(dest, source, self._layout.block_bytes))
+        return turns
 
 
-class _Turns:
-    """Rotates, and knows the reference."""
+class _Copies:
+    """Knows the reference."""
 
-    def __init__(self, bench: _Bench) -> None:
+    def __init__(self, bench: _Bench, *, load: bool) -> None:
         self._bench = bench
-        self._turn = 0
-
-    def next(self) -> int:
-        self._turn += 1
-        return self._turn
+        self._spans = bench.spans(load=load)
+        bench.reference.choose(self._spans)
+        self.ceiling: float | None = bench.reference.ceiling
 
     def reference(self) -> float:
-        return self._bench.reference.rate(self._bench.spans(self.next()), 1)
+        return self._bench.reference.rate(self._spans)
 
 
-class _Loads(_Turns):
+class _Loads(_Copies):
+    def __init__(self, bench: _Bench) -> None:
+        super().__init__(bench, load=True)
+
     def value(self) -> float:
-        return self._bench.load(self.next())
+        return self._bench.load()
 
 
-class _Stores(_Turns):
+class _Stores(_Copies):
+    def __init__(self, bench: _Bench) -> None:
+        super().__init__(bench, load=False)
+
     def value(self) -> float:
-        return self._bench.store(self.next())[1]
+        return self._bench.store()

@@ -1,119 +1,119 @@
-"""Rows of the host transport: pulls out of a peer's arena against a C copy from the same mapping.
+"""Rows of the host transport: verified pulls out of a peer's arena against a C copy of the same spans.
 
 Both ends live in this process, connected through the socket, with the arena mapped a second time,
-read-only, as a peer maps it. Every sample moves 32 MiB; sources and destinations rotate over 128 MiB.
+read-only, as a peer maps it. One operation moves 32 MiB; a sample goes once round sources and
+destinations, at least four times the L3 cache.
 """
 
 import tempfile
-import time
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Final
 
-import numpy as np
-
 from kvpool.arena import Arena, Window
 from kvpool.block import BlockLayout
-from kvpool.cli.bench import Case, Sides
-from kvpool.cli.bench_reference import CopyReference, Spans, copy_reference
+from kvpool.cli import bench_stream
+from kvpool.cli.bench import Case, Sides, Timer
+from kvpool.cli.bench_reference import CopyReference, Spans, rotate_bytes
+from kvpool.cli.bench_tiers import aligned_room
 from kvpool.errors import InternalError
-from kvpool.memory import BlockView, Span, copy_blocks
+from kvpool.memory import BlockView, copy_blocks
 from kvpool.transfer.base import Endpoint, RemoteSlots
 from kvpool.transfer.host import HostTransport
 
-_ROTATE_BYTES: Final = 128 << 20
-_SAMPLE_BYTES: Final = 32 << 20
+_OPERATION_BYTES: Final = 32 << 20
 _THREADS: Final = 2
 _TIMEOUT_S: Final = 30.0
-_SIZES: Final = {"64KiB": 64 << 10, "1MiB": 1 << 20}
+# 16 tokens of 8 KV heads of 128 bfloat16 numbers: 64 KiB a layer.
+_LAYERS: Final = {"64KiB": 1, "1MiB": 16}
 
 
 def cases(quick: bool) -> list[Case]:
     """Return the rows of this subject."""
-    return [
+    pulls = [
         Case(
             name=f"transfer.host.pull.{name}",
             unit="GB/s",
             reference=f"C copy from the same mapping, {_THREADS} threads",
-            open=partial(_open, size),
+            open=partial(_open, layers),
         )
-        for name, size in _SIZES.items()
+        for name, layers in _LAYERS.items()
     ]
+    return [*pulls, *bench_stream.cases(quick)]
 
 
 @contextmanager
-def _open(size: int) -> Generator[Sides, None, None]:
-    # One head of 16 tokens, as wide as a slot must be.
+def _open(layers: int, timer: Timer) -> Generator[Sides, None, None]:
     layout = BlockLayout(
-        num_layers=1, kv_heads=1, block_tokens=16, k_dim=size // 32, v_dim=size // 32, dtype="uint8"
+        num_layers=layers, kv_heads=8, block_tokens=16, k_dim=128, v_dim=128, dtype="bfloat16"
     )
     with ExitStack() as stack:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpool-"))
-        reference = stack.enter_context(copy_reference())
         owner = stack.enter_context(HostTransport("bench-owner"))
         reader = stack.enter_context(HostTransport("bench-reader", copy_threads=_THREADS))
-        arena = Arena(layout, _ROTATE_BYTES // size, owner.incarnation)
+        arena = Arena(layout, rotate_bytes() // layout.block_bytes, owner.incarnation)
         stack.callback(arena.close)
         region = owner.register(arena).region
         address = owner.listen(str(Path(folder) / "bench.sock"), lambda endpoint: None)
         endpoint = reader.connect(address, _TIMEOUT_S)
         endpoint.wait_region(region, _TIMEOUT_S)
-        yield _Pulls(arena, endpoint, region, reference)
+        yield _Pulls(arena, endpoint, region, timer)
 
 
 class _Pulls:
-    def __init__(
-        self, arena: Arena, endpoint: Endpoint, region: int, reference: CopyReference
-    ) -> None:
-        self._size = arena.layout.block_bytes
+    def __init__(self, arena: Arena, endpoint: Endpoint, region: int, timer: Timer) -> None:
+        self._layout = arena.layout
         self._endpoint = endpoint
         self._region = region
-        self._reference = reference
-        self._count = _SAMPLE_BYTES // self._size
-        self._turns = arena.slot_count // self._count
-        self._turn = 0
-        self._slots = [arena.reserve() for _ in range(arena.slot_count)]
-        source = np.random.default_rng(0).integers(0, 256, _ROTATE_BYTES, dtype=np.uint8)
-        self._dest = np.ones(_ROTATE_BYTES, dtype=np.uint8)
-        view = arena.view(self._slots)
-        crcs = copy_blocks(view, BlockView.of_buffer(arena.layout, Span.of(source)))
-        for slot, slot_crcs in zip(self._slots, crcs, strict=True):
-            arena.commit(slot, slot_crcs)
+        self._timer = timer
+        self._blocks = _OPERATION_BYTES // self._layout.block_bytes
+        self._slots = arena.reserve_some(arena.slot_count)
+        room = aligned_room(arena.slot_count * self._layout.block_bytes)
+        self._dest = BlockView.of_buffer(self._layout, room)
+        names = bytes(32 * arena.slot_count)
+        arena.commit_all(self._slots, copy_blocks(arena.view(self._slots), self._dest), names)
         self._window = Window(arena.fd, arena.incarnation)
-        self._room = Span.of(self._dest)
-        reference.choose(self._spans(0), _THREADS)
+        self._spans = [self._spans_of(turn) for turn in self._turns()]
+        self._reference = CopyReference(_THREADS, timer)
+        self._reference.choose(self._spans)
+        self.ceiling: float | None = self._reference.ceiling
 
-    def _range(self, turn: int) -> range:
-        begin = turn % self._turns * self._count
-        return range(begin, begin + self._count)
+    def _turns(self) -> list[range]:
+        count = len(self._slots) // self._blocks
+        return [range(turn * self._blocks, (turn + 1) * self._blocks) for turn in range(count)]
 
-    def _spans(self, turn: int) -> Spans:
-        window = self._window
-        dest = [self._room.address + index * self._size for index in self._range(turn)]
-        source = [window.base + index * window.slot_stride for index in self._range(turn)]
-        return Spans(dest, source, self._size)
+    def _spans_of(self, turn: range) -> Spans:
+        slots = self._slots.indices.tolist()
+        size = self._layout.block_bytes
+        return Spans(
+            [self._dest.base + index * size for index in turn],
+            [self._window.base + slots[index] * self._window.slot_stride for index in turn],
+            size,
+        )
 
     def value(self) -> float:
-        self._turn += 1
-        pairs = [
-            (
-                self._room.part(index * self._size, self._size),
-                RemoteSlots(
-                    self._region, (self._slots[index].index,), (self._slots[index].generation,)
-                ),
-                0,
+        took_s = 0.0
+        for turn in self._turns():
+            run = self._slots[turn.start : turn.stop]
+            source = RemoteSlots(
+                self._region, tuple(run.indices.tolist()), tuple(run.generations.tolist())
             )
-            for index in self._range(self._turn)
-        ]
-        began = time.perf_counter()
-        moved = self._endpoint.read_spans(pairs, _TIMEOUT_S).wait(_TIMEOUT_S)
-        took_s = time.perf_counter() - began
-        if moved != _SAMPLE_BYTES:
-            raise InternalError(f"{moved} bytes arrived where {_SAMPLE_BYTES} were asked for")
-        return moved / took_s / 1e9
+            dest = self._dest.take(turn.start, turn.stop)
+            began = self._timer()
+            read = self._endpoint.read_blocks(
+                dest,
+                source,
+                source_layout=self._layout,
+                dest_layer=None,
+                deadline_s=_TIMEOUT_S,
+            )
+            good = read.wait(_TIMEOUT_S)
+            took_s += self._timer() - began
+            if good != len(turn):
+                raise InternalError(f"{good} of {len(turn)} blocks arrived")
+        return len(self._dest) * self._layout.block_bytes / took_s / 1e9
 
     def reference(self) -> float:
-        self._turn += 1
-        return self._reference.rate(self._spans(self._turn), _THREADS)
+        return self._reference.rate(self._spans)

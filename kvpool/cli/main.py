@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from kvpool.cli import bench, doctor
+from kvpool.cli import bench_command, doctor
 from kvpool.client import protocol
 from kvpool.client.rpc import Caller
 from kvpool.errors import KVPoolError, PeerUnreachableError, UnavailableError
@@ -23,12 +23,13 @@ _STATS_TIMEOUT_S: Final = 5.0
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kvpool", description="A tiered pool of KV cache blocks.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    made = commands.add_parser("bench", help="measure this machine against plain references")
-    made.add_argument("subject", choices=sorted(bench.SUBJECTS))
-    made.add_argument("--json", action="store_true", help="one JSON object a line")
-    made.add_argument("--only", default="*", metavar="GLOB", help="rows to measure, by name")
-    made.add_argument("--quick", action="store_true", help="for a look, never for a bar")
-    made.set_defaults(run=_bench)
+    made = commands.add_parser(
+        "bench",
+        help="measure this machine against plain references",
+        description=bench_command.DESCRIPTION,
+    )
+    bench_command.add_arguments(made)
+    made.set_defaults(run=bench_command.run)
     made = commands.add_parser(
         "doctor",
         help="say what this host offers and lacks, and what to do",
@@ -58,16 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return 1
     return status or 0
-
-
-def _bench(arguments: argparse.Namespace) -> None:
-    pairs = bench.PAIRS_QUICK if arguments.quick else bench.PAIRS
-    cases = bench.cases_of(arguments.subject, arguments.quick)
-    if not arguments.json:
-        print(bench.HEADER, flush=True)
-    for row in bench.run(cases, arguments.only, pairs):
-        shown = msgspec.json.encode(row).decode() if arguments.json else bench.line(row)
-        print(shown, flush=True)
 
 
 def _stats(arguments: argparse.Namespace) -> None:

@@ -189,3 +189,19 @@ def test_a_victim_does_not_cost_a_look_at_every_block() -> None:
         policy.use(key(number), 2e9)
         assert policy.victim() == key(number)
     assert policy.looks <= 50 * 4
+
+
+def test_a_run_is_admitted_as_its_blocks_one_by_one() -> None:
+    one_by_one, run = LRUPolicy(), LRUPolicy()
+    admit_chain(one_by_one, 1, 2, 3)
+    run.admit_run([key(1), key(2), key(3)], None, 0.0)
+    run.pin_run([key(3)], 1.0)
+    assert run.victim() is None
+    run.unpin_run([key(3)])
+    assert victims(run) == victims(one_by_one) == [key(3), key(2), key(1)]
+
+
+def test_a_run_whose_parents_go_in_a_circle_can_be_evicted() -> None:
+    policy = LRUPolicy()
+    policy.admit_run([key(1), key(2)], key(2), 0.0)
+    assert sorted(victims(policy)) == sorted([key(1), key(2)])
