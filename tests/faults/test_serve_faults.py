@@ -54,7 +54,7 @@ class Footprint:
     Attributes:
         descriptors: Open ones.
         memfds: Of them, those of shared memory.
-        mapped: Shared memories that are mapped, by inode.
+        mapped: Shared memories that are mapped: inode and name.
     """
 
     descriptors: int
@@ -73,7 +73,7 @@ class Footprint:
         return cls(
             descriptors=len(files),
             memfds=sum(file.startswith("/memfd:") for file in files),
-            mapped=frozenset(line.split()[4] for line in maps if "/memfd:" in line),
+            mapped=frozenset(" ".join(line.split()[4:6]) for line in maps if "/memfd:" in line),
         )
 
     def within(self, other: "Footprint") -> bool:
@@ -302,7 +302,9 @@ def survivors_hold_the_same(machine: Machine, fault: Fault) -> None:
     def differing() -> list[str]:
         now = {name: Footprint.of(before[name][0]) for name in same}
         return [
-            f"{name}: {before[name][1]} -> {now[name]}"
+            f"{name}: {before[name][1]} -> {now[name]};"
+            f" went {sorted(before[name][1].mapped - now[name].mapped)},"
+            f" came {sorted(now[name].mapped - before[name][1].mapped)}"
             for name in same
             if not now[name].within(before[name][1])
         ]
