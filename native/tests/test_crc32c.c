@@ -1,4 +1,4 @@
-/* crc32c.c: RFC 3720's vectors, the two implementations against each other, and joining. */
+/* crc32c.c: RFC 3720's vectors, the implementations against each other, and joining. */
 #include "../src/crc32c.c"
 
 #include "check.h"
@@ -67,6 +67,14 @@ static void test_combine_huge(void)
 int main(void)
 {
     test_vectors();
+    test_sizes();
+#if defined(__x86_64__)
+    if (__builtin_cpu_supports("avx2")) { /* what this CPU would not choose, too */
+        stream = stream_avx2;
+        test_sizes();
+    }
+#endif
+    stream = NULL;
     test_sizes();
     test_combine_huge();
     return 0;
