@@ -12,13 +12,14 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
+import numpy as np
 import torch
 
 from kvpool.block import sha256
 from kvpool.errors import UsageError
 from kvpool.integration.runtime.handoff import Sampling, TopLogprobs
 
-# The top 53 bits of a hash fill the mantissa of a float64: a uniform number in [0, 1).
+# As many bits as the mantissa of a float64 holds.
 _UNIFORM_BITS: Final = 53
 # The OpenAI API's own limit.
 TOP_LOGPROBS_MAX: Final = 20
@@ -60,11 +61,16 @@ def check_sampling(sampling: Sampling, vocabulary: int) -> None:
             )
 
 
-def uniform(seed: int, draw: int) -> float:
-    """Return the number in [0, 1) that draw ``draw`` (0-based) of a request with ``seed`` uses."""
-    digest = sha256(b"kvpool-draw-1" + struct.pack("<QQ", seed % 2**64, draw))
-    bits = int.from_bytes(digest[:8], "little") >> (64 - _UNIFORM_BITS)
-    return math.ldexp(bits, -_UNIFORM_BITS)
+def gumbel(seed: int, draw: int, count: int) -> Any:
+    """Return the noise that draw ``draw`` (0-based) of a request with ``seed`` adds, float64 [count].
+
+    Number i depends on nothing but seed, draw and i: a counter-based generator makes it.
+    """
+    digest = sha256(b"kvpool-draw-2" + struct.pack("<QQ", seed % 2**64, draw))
+    bits = np.random.Philox(key=int.from_bytes(digest[:16], "little")).random_raw(count)
+    # In the middle of each of 2**53 equal steps: never 0 and never 1.
+    uniform = ((bits >> np.uint64(64 - _UNIFORM_BITS)) + 0.5) * 2.0**-_UNIFORM_BITS
+    return torch.from_numpy(-np.log(-np.log(uniform)))
 
 
 def sample(
@@ -99,11 +105,7 @@ def sample(
         if sampling.temperature > 0.0 or _shifts(sampling):
             shifted = _shifted(wide[row], sampling, outputs[row])
             greedy = sampling.temperature == 0.0
-            tokens[row] = (
-                shifted.argmax()
-                if greedy
-                else _draw(shifted, sampling, uniform(sampling.seed, drawn[row]))
-            )
+            tokens[row] = shifted.argmax() if greedy else _draw(shifted, sampling, drawn[row])
     chosen = wide.gather(-1, tokens[:, None])[:, 0]
     sums = wide.logsumexp(dim=-1)
     logprobs: list[float] = (chosen - sums).tolist()
@@ -138,21 +140,27 @@ def _shifted(logits: Any, sampling: Sampling, output: Sequence[int]) -> Any:
     return logits.index_add(0, ids, logits.new_tensor(list(shifts.values())))
 
 
-def _draw(logits: Any, sampling: Sampling, number: float) -> int:
-    """Return the token at which the cumulative probability of one row passes ``number``."""
+def _draw(logits: Any, sampling: Sampling, drawn: int) -> int:
+    """Draw a token of one row: the largest of scaled logit plus Gumbel noise (the Gumbel-max trick).
+
+    Each token has a noise of its own, so logits that another batch rounds differently draw the same
+    token unless two sums are that close. Walking the cumulative probability of sorted tokens would
+    not: in the flat tail of a hot distribution a last bit changes their order.
+    """
     # The largest becomes 0: no temperature, however low, makes it infinite.
     scaled = (logits.double() - logits.max()) / sampling.temperature
+    noise = gumbel(sampling.seed, drawn, scaled.numel()).to(scaled.device)
     ids = None
     if sampling.top_k:
         scaled, ids = scaled.topk(min(sampling.top_k, scaled.numel()))  # sorted, largest first
     elif sampling.top_p < 1.0:
         scaled, ids = scaled.sort(descending=True, stable=True)
-    cumulative = scaled.softmax(dim=-1).cumsum(dim=-1)
     if sampling.top_p < 1.0:
         # Keep the smallest leading set whose probability reaches top_p: at least one token.
+        cumulative = scaled.softmax(dim=-1).cumsum(dim=-1)
         kept = int(torch.searchsorted(cumulative, sampling.top_p)) + 1
-        cumulative = cumulative[:kept]
-    target = torch.tensor(number, dtype=cumulative.dtype) * cumulative[-1].cpu()
-    index = int(torch.searchsorted(cumulative, target.to(cumulative.device), right=True))
-    index = min(index, cumulative.numel() - 1)
-    return index if ids is None else int(ids[index])
+        scaled = scaled[:kept]
+    if ids is None:
+        return int((scaled + noise).argmax())
+    ids = ids[: scaled.numel()]
+    return int(ids[(scaled + noise[ids]).argmax()])

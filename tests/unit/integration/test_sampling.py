@@ -9,7 +9,7 @@ import torch
 
 from kvpool.errors import UsageError
 from kvpool.integration.runtime.handoff import Sampling
-from kvpool.integration.runtime.sampling import sample, uniform
+from kvpool.integration.runtime.sampling import gumbel, sample
 
 GREEDY = Sampling()
 NONE: list[tuple[int, ...]] = [()]
@@ -54,13 +54,30 @@ def test_a_draw_depends_on_seed_and_number_alone() -> None:
     assert [sample(row, [reseeded], [draw], NONE)[0] for draw in range(16)] != alone
 
 
-def test_uniform_numbers_are_pinned() -> None:
+def test_the_noise_is_pinned() -> None:
     # Another value here breaks requests that are in flight between workers of two versions.
-    assert uniform(0, 0) == uniform(2**64, 0)
-    assert uniform(42, 0) == pytest.approx(0.4527557625958699, abs=1e-15)
-    numbers = [uniform(1, draw) for draw in range(2000)]
-    assert all(0.0 <= number < 1.0 for number in numbers)
-    assert sum(numbers) / 2000 == pytest.approx(0.5, abs=0.03)
+    assert gumbel(0, 0, 9).equal(gumbel(2**64, 0, 9))
+    assert gumbel(42, 0, 2).tolist() == pytest.approx(
+        [0.49311920283728566, 0.6183886341932557], abs=1e-12
+    )
+    assert gumbel(42, 0, 9)[:2].equal(gumbel(42, 0, 2))
+    noise = gumbel(1, 0, 20_000)
+    assert noise.isfinite().all()
+    assert float(noise.mean()) == pytest.approx(0.5772, abs=0.03)  # Euler's constant
+    assert float(noise.var()) == pytest.approx(math.pi**2 / 6, abs=0.1)
+
+
+@pytest.mark.parametrize("cut", [{}, {"top_p": 0.95}, {"top_k": 5000}])
+def test_rounding_of_another_batch_draws_the_same_tokens(cut: dict[str, float]) -> None:
+    hot = msgspec.structs.replace(Sampling(temperature=1.5, seed=3), **cut)
+    row = torch.randn(1, 50_000, generator=torch.Generator().manual_seed(1))
+    other = row + 1e-5 * torch.randn(1, 50_000, generator=torch.Generator().manual_seed(2))
+    one, two = (
+        [pick.token for pick in sample(rows.expand(40, -1), [hot] * 40, range(40), NONE * 40)]
+        for rows in (row, other)
+    )
+    assert one == two
+    assert len(set(one)) > 30
 
 
 def test_frequencies_follow_the_probabilities() -> None:
