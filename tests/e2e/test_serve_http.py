@@ -328,7 +328,7 @@ def test_models_health_metrics(served: ServeProcess) -> None:
     assert served.http.get("/health").json()["status"] == "ok"
     served.complete("Count me", max_tokens=1)
     text = served.http.get("/metrics").text
-    assert 'kvpool_worker_up{worker="decode"} 1.0' in text
+    assert 'kvpool_worker_up{worker="d0"} 1.0' in text
     assert 'kvpool_conductor_requests_total{outcome="200",route="completions"}' in text
 
 
