@@ -269,9 +269,9 @@ def check(fault: Fault, clients: list[Client], begun: set[Client]) -> int:
     return errors
 
 
-@pytest.mark.parametrize("turn", range(12))
+@pytest.mark.parametrize("turn", range(6))
 def test_random_faults_in_a_row(machine: Machine, count: Count, turn: int) -> None:
-    for _ in range(count(1, 17)):
+    for _ in range(count(1, 34)):
         if not machine.held:
             machine.held = machine.settle()
         fault, began = machine.fault(), time.monotonic()
