@@ -36,7 +36,7 @@ from kvpool.integration.runtime.handoff import (
 
 logger = logging.getLogger(__name__)
 
-# Times that a request is begun, if nothing of it has been answered yet: it may meet two faults.
+# Times that a request is begun without a step further: it may meet two faults in a row.
 ATTEMPTS: Final = 3
 # Pause between two looks for a worker while none is up.
 _LOOK_S: Final = 0.1
@@ -63,7 +63,6 @@ class Produced:
         top: The likeliest tokens, if the job's sampling asks for them.
         cached_tokens: Prompt tokens whose KV came from the pool.
         finish_reason: On the last step.
-        restart: The steps so far are void: the request begins anew.
     """
 
     token: int | None = None
@@ -71,7 +70,6 @@ class Produced:
     top: TopLogprobs = ()
     cached_tokens: int | None = None
     finish_reason: FinishReason | None = None
-    restart: bool = False
 
 
 class Dispatcher:
@@ -118,15 +116,11 @@ class Dispatcher:
         for link in self.links:
             await link.close()
 
-    async def stream(self, job: Job, *, restart: bool = False) -> AsyncGenerator[Produced]:
-        """Generate, step by step. Tried again, elsewhere if it can be, when a worker is lost early.
+    async def stream(self, job: Job) -> AsyncGenerator[Produced]:
+        """Generate, step by step. It goes on, elsewhere if it can, when a worker is lost.
 
-        Closing the iterator cancels the request in both workers.
-
-        Args:
-            job: What to generate.
-            restart: Try again even after the first step; the caller drops what it has when a step
-                says ``restart``.
+        The output so far becomes part of the prompt of the next attempt, so no step is void and
+        each follows from those before it. Closing the iterator cancels the request in both workers.
 
         Raises:
             UsageError: The request can never be served, say, it is longer than a worker's memory.
@@ -135,22 +129,25 @@ class Dispatcher:
         """
         deadline = Deadline(self._request_timeout_s)
         used: dict[str, WorkerLink] = {}
-        for attempt in range(1, ATTEMPTS + 1):
-            answered = False
+        output: list[int] = []
+        attempts = 0
+        while len(output) < job.max_tokens:
+            attempts += 1
             try:
-                async with aclosing(self._attempt(job, deadline, used)) as steps:
+                async with aclosing(self._attempt(job, output, deadline, used)) as steps:
                     async for step in steps:
-                        answered = True
+                        attempts = 0
+                        if step.token is not None:
+                            output.append(step.token)
                         yield step
                 return
             except (UnavailableError, ClosedError, CorruptionError) as error:
-                if (answered and not restart) or not _may_retry(error, attempt, deadline):
+                if not _may_retry(error, attempts, deadline):
                     raise
-                logger.warning("trying a request again: %s", error)
+                logger.warning("a request of %d tokens so far goes on: %s", len(output), error)
                 self.retries += 1
                 await asyncio.gather(*(link.suspect() for link in used.values() if link.alive))
-                if answered:
-                    yield Produced(restart=True)
+        yield Produced(finish_reason="length")  # only why it ended was lost
 
     async def _choose(
         self, links: Sequence[WorkerLink], avoid: Collection[str], deadline: Deadline
@@ -170,36 +167,39 @@ class Dispatcher:
         return next(link for link in links if link.name == name)
 
     async def _attempt(
-        self, job: Job, deadline: Deadline, used: dict[str, WorkerLink]
+        self, job: Job, output: Sequence[int], deadline: Deadline, used: dict[str, WorkerLink]
     ) -> AsyncGenerator[Produced]:
-        """Begin a request once, with other workers than those it ``used`` before; says which."""
+        """Go on after ``output``, with other workers than those it ``used`` before; says which."""
         avoid = tuple(used)
         used.clear()
         decode = await self._choose(self.decode, avoid, deadline)
         used[decode.name] = decode
         request, timeout_s = uuid.uuid4().hex, deadline.remaining_s()
+        drawn = len(output)
         run = RunRequest(
             request=request,
-            tokens=job.tokens,
-            max_tokens=job.max_tokens,
+            tokens=[*job.tokens, *output],
+            drawn=drawn,
+            max_tokens=job.max_tokens - drawn,
             stop_tokens=job.stop_tokens,
             sampling=job.sampling,
             salt=job.salt,
             handoff_timeout_s=timeout_s,
         )
-        with decode.working(len(job.tokens)) as work:
+        with decode.working(len(run.tokens)) as work:
             async with aclosing(decode.caller.stream(RUN, run, timeout_s)) as events:
                 ready = await _next(decode, events)
                 prefill = await self._choose(self.prefill, avoid, deadline)
                 used[prefill.name] = prefill
-                calls = asyncio.create_task(_prefill(prefill, job, request, ready, deadline))
+                calls = asyncio.create_task(_prefill(prefill, run, ready, deadline))
                 following = asyncio.create_task(_next(decode, events))
                 try:
                     await asyncio.wait({calls, following}, return_when=asyncio.FIRST_COMPLETED)
                     if following.done():
                         following.result()  # a decode worker that failed need not be waited for
                     prefilled = await calls
-                    cached: int | None = prefilled.cached_tokens
+                    # What a later attempt finds in the pool is of its own making.
+                    cached = None if drawn else prefilled.cached_tokens
                     if prefilled.token not in job.stop_tokens:
                         yield Produced(
                             token=prefilled.token,
@@ -223,19 +223,20 @@ class Dispatcher:
 
 
 async def _prefill(
-    link: WorkerLink, job: Job, request: str, ready: RunEvent, deadline: Deadline
+    link: WorkerLink, run: RunRequest, ready: RunEvent, deadline: Deadline
 ) -> Prefilled:
     timeout_s = deadline.remaining_s()
     message = PrefillRequest(
-        request=request,
-        tokens=job.tokens,
-        sampling=job.sampling,
+        request=run.request,
+        tokens=run.tokens,
+        drawn=run.drawn,
+        sampling=run.sampling,
         decode_address=ready.address,
         decode_incarnation=ready.incarnation,
-        salt=job.salt,
+        salt=run.salt,
         timeout_s=timeout_s,
     )
-    with link.working(len(job.tokens)):
+    with link.working(len(run.tokens)):
         async with link.needed():
             return await link.caller.call(PREFILL, message, timeout_s)
 
@@ -252,9 +253,9 @@ async def _look(links: Sequence[WorkerLink], limit: Deadline) -> None:
         await asyncio.gather(*asked, return_exceptions=True)
 
 
-def _may_retry(error: KVPoolError, attempt: int, deadline: Deadline) -> bool:
+def _may_retry(error: KVPoolError, attempts: int, deadline: Deadline) -> bool:
     """Say whether trying again can help: a full queue would only grow, spent time is gone."""
-    return attempt < ATTEMPTS and not isinstance(error, CapacityError) and not deadline.passed()
+    return attempts < ATTEMPTS and not isinstance(error, CapacityError) and not deadline.passed()
 
 
 async def _next(link: WorkerLink, events: AsyncIterator[RunEvent]) -> RunEvent:

@@ -60,13 +60,8 @@ class Output:
     """
 
     def __init__(self, decoder: Decoder, stops: Sequence[str]) -> None:
-        self._decoder = decoder
-        self._stops = stops
-        self._begin()
-
-    def _begin(self) -> None:
-        self._detokenizer = Detokenizer(self._decoder)
-        self._filter = StopStrings(self._stops)
+        self._detokenizer = Detokenizer(decoder)
+        self._filter = StopStrings(stops)
         self.text = ""
         self.tokens = 0
         self.cached_tokens = 0
@@ -80,9 +75,6 @@ class Output:
 
     def push(self, step: Produced) -> str:
         """Take one step and return the text that it adds, perhaps ``""``."""
-        if step.restart:
-            self._begin()
-            return ""
         self.cached_tokens = step.cached_tokens or self.cached_tokens
         added = ""
         if step.token is not None:

@@ -7,7 +7,8 @@ Who calls it: the Conductor's app.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from fastapi.responses import StreamingResponse
@@ -16,7 +17,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from kvpool.errors import KVPoolError
 from kvpool.integration.conductor.answer import Answer, Part, usage
-from kvpool.integration.conductor.dispatch import Dispatcher, Job
+from kvpool.integration.conductor.dispatch import Dispatcher, Job, Produced
 from kvpool.integration.conductor.edge import sse
 from kvpool.integration.conductor.http_error import CLIENT_GONE, http_error
 from kvpool.integration.conductor.logprobs import (
@@ -46,9 +47,12 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
+    """One output of a prompt. The first one ``began`` when the pool has, or soon has, its blocks."""
+
     job: Job
     echo: str
     output: Output
+    began: asyncio.Event
 
 
 class Turn:
@@ -87,15 +91,15 @@ class Turn:
         self._usage_wanted = bool(options and options.include_usage)
         self._prompt_tokens = sum(len(prompt.jobs[0].tokens) for prompt in prompts)
         stops, tokenizer = body.stop, texts.tokenizer
-        self._choices = [
-            _Choice(job, prompt.echo, Output(tokenizer, stops))
-            for prompt in prompts
-            for job in prompt.jobs
-        ]
-        restart = not body.stream
-        self._fanout = Fanout(
-            [dispatcher.stream(choice.job, restart=restart) for choice in self._choices]
-        )
+        self._choices: list[_Choice] = []
+        streams: list[AsyncGenerator[Produced]] = []
+        for prompt in prompts:
+            began = asyncio.Event()
+            for number, job in enumerate(prompt.jobs):
+                self._choices.append(_Choice(job, prompt.echo, Output(tokenizer, stops), began))
+                steps = dispatcher.stream(job)
+                streams.append(_after(began, steps) if number else steps)
+        self._fanout = Fanout(streams)
 
     def end(self, outcome: str) -> None:
         """Cancel what still runs and count the request. Later calls do nothing."""
@@ -168,6 +172,7 @@ class Turn:
         except StopAsyncIteration:
             return None
         choice = self._choices[index]
+        choice.began.set()
         output = choice.output
         if not output.tokens and step.token is not None:
             self._metrics.first_token.observe(time.monotonic() - self._began)
@@ -210,6 +215,14 @@ class Turn:
     def _usage(self) -> dict[str, object]:
         completion_tokens = sum(choice.output.tokens for choice in self._choices)
         return usage(self._prompt_tokens, completion_tokens, self._cached_tokens())
+
+
+async def _after(began: asyncio.Event, steps: AsyncGenerator[Produced]) -> AsyncGenerator[Produced]:
+    """Follow a further choice of a prompt once the first began: it is computed only once."""
+    async with aclosing(steps):
+        await began.wait()
+        async for step in steps:
+            yield step
 
 
 class TurnResponse(StreamingResponse):

@@ -296,7 +296,7 @@ class Batch:
             self._runner.forward(rows),
             [one.request.sampling for one in members],
             [one.drawn for one in members],
-            [one.tokens[len(one.request.tokens) :] for one in members],
+            [one.tokens[len(one.request.tokens) - one.request.drawn :] for one in members],
         )
         steps = []
         for one, pick in zip(members, picks, strict=True):

@@ -26,6 +26,7 @@ from kvpool.integration.runtime.handoff import (
     RunRequest,
     StreamEnd,
     WorkerStatus,
+    require_drawn,
 )
 from kvpool.integration.runtime.sampling import check_sampling
 from kvpool.integration.runtime.worker import Parts, Tasks, run
@@ -136,6 +137,7 @@ class DecodeWorker:
             raise UsageError(f"{total} tokens pass the model's context of {spec.context_tokens}")
         if request.request in self._requests:
             raise UsageError(f"request {request.request} is here already: use a fresh id")
+        require_drawn(request)
         check_sampling(request.sampling, spec.vocabulary)
 
     async def _decode(self, mine: _Request, deadline: Deadline) -> AsyncIterator[RunEvent]:

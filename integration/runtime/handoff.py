@@ -11,7 +11,9 @@ request id. The order is:
 3. The decode worker joins the request to its batch when its last layer has arrived, and goes on
    with ``Run``'s stream: one event per token from the second token on, then ``finish_reason``.
 
-Cancelling either call, at any point, frees everything the request holds in that worker.
+Cancelling either call, at any point, frees everything the request holds in that worker. A request
+whose worker was lost in mid-output goes on elsewhere: the same two calls again, with the output so
+far at the end of ``tokens``.
 """
 
 from typing import Literal
@@ -19,6 +21,7 @@ from typing import Literal
 import msgspec
 
 from kvpool.client.rpc import Method
+from kvpool.errors import UsageError
 
 FinishReason = Literal["stop", "length"]
 
@@ -58,7 +61,9 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         request: Unique id; also names the layer stream.
-        tokens: The whole prompt.
+        tokens: The whole prompt, and the output so far if the request goes on.
+        drawn: How many tokens at the end of ``tokens`` are its output: workers before these drew
+            them.
         max_tokens: Most tokens to produce, the first one included.
         stop_tokens: Token ids that end the output (they are not emitted).
         handoff_timeout_s: How long to hold blocks until the stream has ended.
@@ -69,6 +74,7 @@ class RunRequest(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: int
     stop_tokens: list[int]
     sampling: Sampling
+    drawn: int = 0
     salt: str = ""
     handoff_timeout_s: float = 120.0
 
@@ -95,11 +101,18 @@ class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PrefillRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """Conductor to prefill worker: compute a prompt and stream it to a decode worker."""
+    """Conductor to prefill worker: compute a prompt and stream it to a decode worker.
+
+    Attributes:
+        request, tokens, sampling, drawn, salt: As in ``RunRequest``.
+        decode_address, decode_incarnation: Of the decode worker, from its ready event.
+        timeout_s: How long all of it may take.
+    """
 
     request: str
     tokens: list[int]
     sampling: Sampling
+    drawn: int = 0
     decode_address: str
     decode_incarnation: bytes
     salt: str = ""
@@ -127,7 +140,7 @@ class StreamEnd(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         token, logprob: The first output token, drawn by the prefill worker.
         drawn: Tokens drawn so far by the request's sampler.
-        position: Position of ``token`` in the sequence: the prompt's length.
+        position: Position of ``token`` in the sequence: how many tokens are before it.
         tail_tokens: Tokens in the partial last block, which is private and never enters the pool.
     """
 
@@ -173,3 +186,14 @@ class WorkerStatus(msgspec.Struct, frozen=True, kw_only=True):
 PREFILL = Method("Prefill", "Prefill", PrefillRequest, Prefilled)
 RUN = Method("Decode", "Run", RunRequest, RunEvent, streams=True)
 STATUS = Method("Worker", "Status", Empty, WorkerStatus)
+
+
+def require_drawn(request: RunRequest | PrefillRequest) -> None:
+    """Raise UsageError unless a request's output so far leaves a prompt before it."""
+    if not 0 <= request.drawn < max(1, len(request.tokens)):
+        raise UsageError(f"{request.drawn} of {len(request.tokens)} tokens cannot be output")
+
+
+def output_of(request: RunRequest | PrefillRequest) -> list[int]:
+    """Return the output so far that a request came with."""
+    return request.tokens[len(request.tokens) - request.drawn :]

@@ -35,6 +35,8 @@ from kvpool.integration.runtime.handoff import (
     PrefillRequest,
     StreamEnd,
     WorkerStatus,
+    output_of,
+    require_drawn,
 )
 from kvpool.integration.runtime.runner import Chunk, Row
 from kvpool.integration.runtime.sampling import Pick, check_sampling, sample
@@ -154,6 +156,7 @@ class PrefillWorker:
             )
         if request.request in self._prompts:
             raise UsageError(f"request {request.request} is here already: use a fresh id")
+        require_drawn(request)
         check_sampling(request.sampling, spec.vocabulary)
 
     def _cancel(self, prompt: _Prompt) -> None:
@@ -267,7 +270,8 @@ class PrefillWorker:
                 parts.store(prompt.chain, prompt.blocks, stored, end // size)
                 stored = end // size
             begin, number = end, number + 1
-        return sample(logits, [prompt.request.sampling], [0], [()])[0]
+        request = prompt.request
+        return sample(logits, [request.sampling], [request.drawn], [output_of(request)])[0]
 
     def _finish(self, prompt: _Prompt, picked: Pick) -> None:
         """End the stream: return when the decode worker has all of it."""
@@ -275,7 +279,7 @@ class PrefillWorker:
         end = StreamEnd(
             token=picked.token,
             logprob=picked.logprob,
-            drawn=1,
+            drawn=prompt.request.drawn + 1,
             position=tokens,
             tail_tokens=tokens % self._layout.block_tokens,
         )

@@ -3,7 +3,6 @@
 The model is a real one, and what it says is held against the model alone in this process.
 """
 
-import asyncio
 import itertools
 import math
 from collections.abc import Iterator
@@ -291,34 +290,6 @@ def test_cached_tokens_and_salts(served: ServeProcess, client: openai.OpenAI) ->
     assert cached(cache_salt="a") == 0
     assert cached(cache_salt="b") == 0
     assert cached(cache_salt="a") > 48
-
-
-def test_eight_at_once_with_the_async_client(served: ServeProcess) -> None:
-    prompts = [f"Count from {number} to ten:" for number in range(8)]
-
-    async def ask(client: openai.AsyncOpenAI, prompt: str, streams: bool) -> str:
-        fields: Any = {"model": served.name, "prompt": prompt, "max_tokens": 16, "temperature": 0}
-        if not streams:
-            return str((await client.completions.create(**fields)).choices[0].text)
-        parts = []
-        async for chunk in await client.completions.create(**fields, stream=True):
-            parts.append(chunk.choices[0].text)
-        return "".join(parts)
-
-    async def all_of_it() -> tuple[list[str], list[str]]:
-        async with openai.AsyncOpenAI(
-            base_url=f"{served.url}/v1",
-            api_key="none",
-            max_retries=0,
-            http_client=openai.DefaultAsyncHttpxClient(trust_env=False),
-        ) as client:
-            streamed = await asyncio.gather(*(ask(client, prompt, True) for prompt in prompts))
-            whole = await asyncio.gather(*(ask(client, prompt, False) for prompt in prompts))
-            return list(streamed), list(whole)
-
-    streamed, whole = asyncio.run(all_of_it())
-    assert streamed == whole
-    assert len(set(whole)) == 8
 
 
 def test_models(served: ServeProcess, client: openai.OpenAI) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.exactness import PROMPTS, Answer, Prompt, Reference, ask_all, check
+from tests.e2e.exactness import Answer, Prompt
 from tests.serve_process import ServeProcess, chunks, demo_model_folder
 
 pytestmark = pytest.mark.model
@@ -107,32 +107,6 @@ class OverHttp:
             text = answer["choices"][0]["message"]["content"]
         assert answer["usage"]["prompt_tokens"] == len(prompt.tokens)
         return Answer(text, None, cached(answer))
-
-
-@pytest.fixture(scope="module")
-def asked(served: ServeProcess) -> tuple[list[Prompt], dict[str, Answer]]:
-    return ask_all(OverHttp(served), reference()[0])
-
-
-NAMES = [entry["name"] for entry in json.loads(PROMPTS.read_text())["prompts"]]
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_exact(asked: tuple[list[Prompt], dict[str, Answer]], name: str) -> None:
-    """Every committed prompt is answered as the model alone would."""
-    tokenizer, model = reference()
-    prompts, answers = asked
-    prompt = next(prompt for prompt in prompts if prompt.name == name)
-    assert check(Reference(model, tokenizer), [prompt], answers).differing == []
-
-
-def test_prompts_that_begin_alike_are_loaded(
-    asked: tuple[list[Prompt], dict[str, Answer]],
-) -> None:
-    prompts, answers = asked
-    for prompt in prompts:
-        if {"warm", "prefix extended", "prefix shared"} & set(prompt.kinds):
-            assert answers[prompt.name].cached > SIZE, prompt.name
 
 
 def test_paris(served: ServeProcess) -> None:
@@ -330,23 +304,3 @@ def test_models_health_metrics(served: ServeProcess) -> None:
     text = served.http.get("/metrics").text
     assert 'kvpool_worker_up{worker="d0"} 1.0' in text
     assert 'kvpool_conductor_requests_total{outcome="200",route="completions"}' in text
-
-
-def test_the_openai_client_works(served: ServeProcess) -> None:
-    import openai
-
-    with openai.OpenAI(
-        base_url=f"{served.url}/v1",
-        api_key="none",
-        http_client=openai.DefaultHttpxClient(trust_env=False),
-    ) as client:
-        answer = client.chat.completions.create(
-            model=served.name,
-            messages=[{"role": "user", "content": "What is the capital of France?"}],
-            max_tokens=NEW,
-        )
-        assert "Paris" in (answer.choices[0].message.content or "")
-        with pytest.raises(openai.NotFoundError):
-            client.models.retrieve("nothing")
-        with pytest.raises(openai.BadRequestError):
-            client.completions.create(model=served.name, prompt="")

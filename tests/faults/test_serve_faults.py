@@ -1,7 +1,7 @@
 """Random faults in a row against two prefill and two decode workers, with requests under way.
 
-Each round: requests, one fault at one phase, and then every request has its right answer or a typed
-error that its fault explains, and the processes that lived through it hold what they held before.
+Each round: requests, one fault at one phase, and then every request has its right answer, streams
+that had begun too, and the processes that lived through it hold what they held before.
 """
 
 import asyncio
@@ -109,7 +109,6 @@ class Machine:
     resident: dict[int, int] = field(default_factory=dict)
     held: dict[str, tuple[int, Footprint]] = field(default_factory=dict)
     faults: int = 0
-    errors: int = 0
     growth: int = 0
 
     def pids(self) -> dict[str, int]:
@@ -249,24 +248,14 @@ def strike(machine: Machine, fault: Fault, clients: list[Client]) -> None:
         os.kill(pid, signal.SIGCONT)
 
 
-def check(fault: Fault, clients: list[Client], begun: set[Client]) -> int:
-    """Every request has its answer, or an error that the fault explains. Returns the errors."""
-    errors = 0
+def check(fault: Fault, clients: list[Client]) -> None:
+    """Every request has its answer in time: none is harmed."""
     for client in clients:
         assert not client.is_alive(), f"{fault}: a request passed its deadline"
         assert client.took_s < REQUEST_TIMEOUT_S + SLACK_S, f"{fault}: {client.took_s:.1f} s"
-        if client.error is not None:
-            # Only a stream that had begun cannot be tried again, and only its own worker ends it.
-            assert client.error["type"] == "unavailable_error", f"{fault}: {client.error}"
-            assert client.stream, f"{fault}: {client.error}"
-            assert client.text or client in begun, f"{fault}: {client.error}"
-            assert fault.kind.split()[-1] == "d", f"{fault}: {client.error}"
-            assert fault.victim in client.error["message"], f"{fault}: {client.error}"
-            assert client.question.answer.startswith(client.text.rstrip("\ufffd"))
-            errors += 1
-        elif not client.gone:
+        if not client.gone:
+            assert client.error is None, f"{fault}: {client.error}"
             assert client.text == client.question.answer, f"{fault}"
-    return errors
 
 
 @pytest.mark.parametrize("turn", range(6))
@@ -277,24 +266,24 @@ def test_random_faults_in_a_row(machine: Machine, count: Count, turn: int) -> No
         fault, began = machine.fault(), time.monotonic()
         clients = machine.ask()
         until(reached(machine, fault, clients), f"{fault}: the phase")
-        begun = {client for client in clients if client.pieces}
+        # A fault that fails is not held against the next one.
+        held, machine.held = machine.held, {}
         strike(machine, fault, clients)
         for client in clients:
             client.join(REQUEST_TIMEOUT_S + SLACK_S)
-        errors = check(fault, clients, begun)
-        survivors_hold_the_same(machine, fault)
+        check(fault, clients)
+        survivors_hold_the_same(machine, fault, held)
         machine.faults += 1
-        machine.errors += errors
         print(
-            f"{fault}: {time.monotonic() - began:.0f} s, {errors} streams ended early"
-            f" (in all {machine.faults} faults, {machine.errors} streams ended early,"
+            f"{fault}: {time.monotonic() - began:.0f} s (in all {machine.faults} faults,"
             f" resident memory grew by {machine.growth >> 10} KiB at most)"
         )
 
 
-def survivors_hold_the_same(machine: Machine, fault: Fault) -> None:
+def survivors_hold_the_same(
+    machine: Machine, fault: Fault, before: dict[str, tuple[int, Footprint]]
+) -> None:
     """Compare what each process that lived on holds with what it held before the fault."""
-    before, machine.held = machine.held, {}  # a fault that fails is not held against the next one
     after = machine.settle()
     same = [name for name, (pid, _) in before.items() if after[name][0] == pid]
     killed = {fault.victim} if fault.kind.startswith("kill") else set()

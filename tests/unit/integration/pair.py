@@ -40,6 +40,7 @@ SPEC: Final = ModelSpec(
     eos_tokens=EOS,
     weights="0" * 64,
 )
+GREEDY: Final = Sampling()
 SIZE: Final = 16
 LAYOUT: Final = SPEC.layout(SIZE)
 # Ends a test that hangs; nothing here takes near as long.
@@ -67,7 +68,7 @@ class Pair:
             tokens=tokens,
             max_tokens=max_tokens,
             stop_tokens=list(fields.pop("stop_tokens", [])),  # type: ignore[call-overload]
-            sampling=Sampling(),
+            sampling=fields.pop("sampling", GREEDY),  # type: ignore[arg-type]
             **fields,  # type: ignore[arg-type]  # a test's own words
         )
         events = self.decode.run(request)
@@ -81,7 +82,7 @@ class Pair:
         request = PrefillRequest(
             request=name,
             tokens=tokens,
-            sampling=Sampling(),
+            sampling=fields.pop("sampling", GREEDY),  # type: ignore[arg-type]
             decode_address=ready.address,
             decode_incarnation=ready.incarnation,
             **fields,  # type: ignore[arg-type]
@@ -97,7 +98,8 @@ class Pair:
         async with contextlib.aclosing(events):
             ready = await anext(events)
             assert ready.ready
-            prefilled = await self.ask_prefill(name, tokens, ready)
+            same = {key: fields[key] for key in ("sampling", "drawn") if key in fields}
+            prefilled = await self.ask_prefill(name, tokens, ready, **same)
             out, reason = [prefilled.token], None
             async for event in events:
                 if event.token is not None:

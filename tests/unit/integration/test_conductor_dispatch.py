@@ -49,33 +49,42 @@ class Script:
         self.gate.set()
         self.running = 0
         self.requests: list[str] = []
+        self.asked: list[tuple[list[int], int, int]] = []  # tokens, drawn and max_tokens of runs
         self.served: list[str] = []  # workers, in the order in which they were asked
 
     async def run(self, request: RunRequest) -> AsyncIterator[RunEvent]:
         if self.run_errors:
             raise self.run_errors.pop()
         self.requests.append(request.request)
+        self.asked.append((request.tokens, request.drawn, request.max_tokens))
         self.running += 1
         try:
             yield RunEvent(ready=True, address="here", incarnation=bytes(16))
             await self.gate.wait()
             last = self.break_after.pop() if self.break_after else None
             if self.first_token not in request.stop_tokens:
-                for number in range(1, request.max_tokens):
+                for number in range(1, request.max_tokens + 1):
                     if number == last:
                         raise PeerUnreachableError("broken")
-                    yield RunEvent(token=10 + number, logprob=-float(number), top=((number, -0.5),))
+                    if number < request.max_tokens:
+                        count = request.drawn + number
+                        yield RunEvent(
+                            token=10 + count, logprob=-float(count), top=((count, -0.5),)
+                        )
             yield RunEvent(finish_reason="length")
         finally:
             self.running -= 1
 
     async def prefill(self, request: PrefillRequest) -> Prefilled:
         assert request.request == self.requests[-1]
+        assert (request.tokens, request.drawn) == self.asked[-1][:2]
         assert request.decode_address == "here"
         if self.prefill_errors:
             raise self.prefill_errors.pop()
         await self.gate.wait()
-        return Prefilled(token=self.first_token, logprob=-0.25, cached_tokens=2)
+        return Prefilled(
+            token=self.first_token + request.drawn, logprob=-0.25, cached_tokens=2 + request.drawn
+        )
 
     async def status(self, _: Empty) -> WorkerStatus:
         return WorkerStatus(
@@ -137,10 +146,8 @@ def play(folder: Path, story: Story, each: int = 1, *, recovery_timeout_s: float
     asyncio.run(all_of_it())
 
 
-async def everything(
-    dispatcher: Dispatcher, job: Job = JOB, *, restart: bool = False
-) -> list[Produced]:
-    async with contextlib.aclosing(dispatcher.stream(job, restart=restart)) as steps:
+async def everything(dispatcher: Dispatcher, job: Job = JOB) -> list[Produced]:
+    async with contextlib.aclosing(dispatcher.stream(job)) as steps:
         return [step async for step in steps]
 
 
@@ -194,17 +201,30 @@ def test_what_a_retry_cannot_mend_is_not_tried_again(tmp_path: Path, error: KVPo
     play(tmp_path, story)
 
 
-def test_a_loss_in_mid_stream_is_an_error_or_a_new_begin(tmp_path: Path) -> None:
+@pytest.mark.parametrize("told", [2, 3, 4])
+def test_an_output_goes_on_after_a_loss_in_its_middle(tmp_path: Path, told: int) -> None:
     async def story(dispatcher: Dispatcher, script: Script) -> None:
-        script.break_after.append(2)
-        seen: list[Produced] = []
-        with pytest.raises(PeerUnreachableError, match="broken"):
-            async for step in dispatcher.stream(JOB):
-                seen.append(step)  # what came before the error is looked at
-        assert seen == WHOLE[:2]
-        script.break_after.append(2)
-        steps = await everything(dispatcher, restart=True)
-        assert steps == [*WHOLE[:2], Produced(restart=True), *WHOLE]
+        script.break_after.append(told)
+        steps = await everything(dispatcher)
+        assert steps[:told] == WHOLE[:told]
+        assert steps[-1] == WHOLE[-1]
+        assert [step.token for step in steps] == [step.token for step in WHOLE]
+        assert all(step.cached_tokens is None for step in steps[1:]), "its own output is no hit"
+        goes_on = [([1, 2, 3, 10, 11, 12][: 3 + told], told, 4 - told)] if told < 4 else []
+        assert script.asked == [([1, 2, 3], 0, 4), *goes_on]
+        assert dispatcher.retries == 1
+
+    play(tmp_path, story)
+
+
+def test_every_step_further_earns_new_attempts(tmp_path: Path) -> None:
+    async def story(dispatcher: Dispatcher, script: Script) -> None:
+        count = 3 * ATTEMPTS
+        script.break_after = [2] * count
+        job = Job(tokens=[1], max_tokens=2 * count + 1, stop_tokens=[0])
+        steps = await everything(dispatcher, job)
+        assert [step.token for step in steps] == [*range(10, 11 + 2 * count), None]
+        assert dispatcher.retries == count
 
     play(tmp_path, story)
 

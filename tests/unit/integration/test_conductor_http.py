@@ -219,6 +219,18 @@ def test_choices_have_seeds_of_their_own(served: Front) -> None:
     served.run(story())
 
 
+def test_the_prompt_of_several_choices_is_computed_once(served: Front) -> None:
+    async def story() -> None:
+        prompt, before = "many chunks " * 18, served.workers.prefill.status().tokens
+        await served.complete(prompt, n=4, max_tokens=1)
+        computed = served.workers.prefill.status().tokens - before
+        # What its last chunks made may be on its way into the pool when the second choice looks.
+        assert computed < 2 * len(prompt)
+        await served.wait_idle()
+
+    served.run(story())
+
+
 def test_what_shapes_the_distribution_reaches_the_workers(served: Front) -> None:
     async def text(**fields: object) -> str:
         answer = await served.complete(PROMPT, **{"max_tokens": 8, "ignore_eos": True, **fields})

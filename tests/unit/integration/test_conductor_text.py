@@ -86,15 +86,14 @@ def test_what_may_begin_a_stop_string_is_held_back() -> None:
     assert filtered.hit == "END"
 
 
-def test_an_output_counts_and_begins_anew() -> None:
+def test_an_output_counts() -> None:
     output = Output(Bytes(), ["!"])
     assert output.push(Produced(token=104, cached_tokens=32)) == "h"
     assert (output.tokens, output.cached_tokens) == (1, 32)
-    output.push(Produced(restart=True))
-    assert (output.text, output.tokens, output.cached_tokens) == ("", 0, 0)
     assert output.push(Produced(token=105)) == "i"
     assert output.push(Produced(token=33)) == ""
-    assert (output.finish_reason, output.stop_reason, output.text) == ("stop", "!", "i")
+    assert (output.tokens, output.cached_tokens) == (3, 32)
+    assert (output.finish_reason, output.stop_reason, output.text) == ("stop", "!", "hi")
     other = Output(Bytes(), [])
     other.push(Produced(token=0xE2))
     assert other.push(Produced(finish_reason="length")) == "\ufffd"

@@ -6,7 +6,17 @@ import pytest
 
 from kvpool.errors import CapacityError, TransferTimeoutError, UnavailableError, UsageError
 from kvpool.events import ForwardRan
-from tests.unit.integration.pair import SIZE, WAIT_S, Pair, expected, failure, pair, prompt
+from kvpool.integration.runtime.handoff import RunEvent, Sampling
+from tests.unit.integration.pair import (
+    GREEDY,
+    SIZE,
+    WAIT_S,
+    Pair,
+    expected,
+    failure,
+    pair,
+    prompt,
+)
 
 
 def forwards(both: Pair) -> list[int]:
@@ -63,6 +73,38 @@ def test_a_first_token_that_stops_ends_it_without_a_forward() -> None:
             out, _, reason = await both.generate(tokens, 1)
             assert (out, reason) == ([first], "length")
             assert forwards(both) == []
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize(
+    "sampling", [GREEDY, Sampling(temperature=1.0, seed=7, presence_penalty=0.5)]
+)
+def test_an_output_goes_on_at_other_workers_as_if_nothing_had_happened(sampling: Sampling) -> None:
+    async def story() -> None:
+        async with pair() as both, asyncio.timeout(WAIT_S):
+            tokens = prompt(30)
+            whole, _, _ = await both.generate(tokens, 20, sampling=sampling)
+            for drawn in (1, 2, 7, 19):
+                rest, _, reason = await both.generate(
+                    [*tokens, *whole[:drawn]], 20 - drawn, sampling=sampling, drawn=drawn
+                )
+                assert rest == whole[drawn:]
+                assert reason == "length"
+            await both.wait_idle()
+
+    asyncio.run(story())
+
+
+@pytest.mark.parametrize("drawn", [-1, 10, 11])
+def test_an_output_without_a_prompt_is_refused(drawn: int) -> None:
+    async def story() -> None:
+        async with pair() as both:
+            assert isinstance(await failure(both.run(prompt(10), drawn=drawn)), UsageError)
+            ready = RunEvent(ready=True, address="there", incarnation=bytes(16))
+            asked = both.ask_prefill("r", prompt(10), ready, drawn=drawn)
+            assert isinstance(await failure(asked), UsageError)
+            await both.wait_idle()
 
     asyncio.run(story())
 

@@ -268,6 +268,7 @@ def test_abort_fails_the_receiver(two: Two) -> None:
 def test_cancel_fails_the_sender(two: Two) -> None:
     receiver, sender = two.expect(), two.open()
     two.send(sender, range(1))
+    assert receiver.completion.wait_layer(0, WAIT_S)  # before that the stream may be nobody's
     receiver.cancel("client went away")
     receiver.cancel("idempotent")
     fails(receiver, CancelledTransferError)
