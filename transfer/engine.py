@@ -9,6 +9,7 @@ import logging
 import math
 import threading
 import time
+import traceback
 from typing import Final, Protocol
 
 from kvpool.completion import Completion, CompletionSource, Deadline
@@ -78,14 +79,26 @@ class _Read:
         return self.active == 0 and not self.claimable()
 
     def end(self) -> None:
-        """End the completion. Outside the engine's lock: callbacks run here."""
+        """End the completion. Outside the engine's lock: callbacks run here.
+
+        Its error comes without a traceback: whoever keeps the error would keep the frames in it, and
+        with them the memory of a dead peer, until a garbage collection.
+        """
         if self.stop is not None:
-            self.source.fail(self.stop)
+            self.source.fail(self.stop.with_traceback(None))
             return
         try:
-            self.source.finish(self.pull.result(self.good))
+            result = self.pull.result(self.good)
         except KVPoolError as error:
-            self.source.fail(error)
+            self.source.fail(error.with_traceback(None))
+        else:
+            self.source.finish(result)
+
+
+def _end_all(reads: list[_Read]) -> None:
+    """End reads, and keep none: a thread that sleeps with one in a variable keeps it alive."""
+    while reads:
+        reads.pop().end()
 
 
 class CopyEngine:
@@ -138,8 +151,7 @@ class CopyEngine:
                     # One exception object each: several threads will raise them.
                     read.stop = type(error)(str(error))
             ended = self._take_over()
-        for read in ended:
-            read.end()
+        _end_all(ended)
 
     def drain(self, owner: object, timeout_s: float) -> bool:
         """Wait until no read of ``owner`` is left. False if one is after ``timeout_s``."""
@@ -157,8 +169,7 @@ class CopyEngine:
                     read.stop = ClosedError("the transport was closed")
             ended = self._take_over()
             self._changed.notify_all()
-        for read in ended:
-            read.end()
+        _end_all(ended)
         deadline = Deadline(timeout_s)
         for thread in self._threads:
             if thread is not threading.current_thread():
@@ -205,8 +216,7 @@ class CopyEngine:
                         self._changed.wait(_IDLE_S)
                         continue
                 batch = read.next_batch - 1 if read is not None else 0
-            for over in ended:
-                over.end()
+            _end_all(ended)
             if read is not None:
                 self._copy(read, batch)
             del read  # an idle thread keeps no peer's memory mapped
@@ -219,10 +229,11 @@ class CopyEngine:
             good = read.pull.copy(begin, end)
         except KVPoolError as error:
             failure = error
-        except Exception as error:
-            logger.exception("a copy failed")
+        except Exception as error:  # noqa: BLE001  # logged below
+            # As text, not as an exception: whoever keeps the record would keep the read.
+            logger.error("a copy failed: %s", traceback.format_exc())
             failure = InternalError(f"a copy failed: {error!r}")
-            failure.__cause__ = error
+            failure.__cause__ = error.with_traceback(None)
         with self._changed:
             read.active -= 1
             if failure is not None and read.stop is None:

@@ -1,6 +1,8 @@
 """The copy engine: batches, ends, limits. Reads here are driven step by step."""
 
+import gc
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -26,7 +28,12 @@ class Steps:
     """A read of ``count`` items, one a batch, that waits in each batch until it is let go."""
 
     def __init__(
-        self, count: int, *, bad: int | None = None, error: Exception | None = None
+        self,
+        count: int,
+        *,
+        bad: int | None = None,
+        error: Exception | None = None,
+        refuses: bool = False,
     ) -> None:
         self.batches = [(index, index + 1) for index in range(count)]
         self.begun = threading.Semaphore(0)
@@ -34,6 +41,7 @@ class Steps:
         self.copied: list[int] = []
         self._bad = bad
         self._error = error
+        self._refuses = refuses
 
     def copy(self, begin: int, end: int) -> int:
         self.begun.release()
@@ -44,8 +52,8 @@ class Steps:
         return 0 if begin == self._bad else end - begin
 
     def result(self, good: int) -> int:
-        if good < 0:
-            raise CorruptionError("never")
+        if self._refuses:
+            raise CorruptionError("planted")
         return good
 
     def wait_begun(self) -> None:
@@ -68,7 +76,7 @@ def one_thread() -> CopyEngine:
 
 def wait_until(condition: Callable[[], bool]) -> None:
     pause = threading.Event()
-    for _ in range(900):
+    for _ in range(int(WAIT_S * 500)):
         if condition():
             return
         pause.wait(0.002)
@@ -228,6 +236,66 @@ def test_a_copy_that_fails_ends_its_read(
     fine = Steps(1)
     fine.let_go(1)
     assert engine.submit(fine, None, WAIT_S).wait(WAIT_S) == 1
+
+
+def _cancelled(engine: CopyEngine, read: Steps, completion: Completion[int]) -> None:
+    completion.cancel()
+    read.let_go(1)
+
+
+def _lost(engine: CopyEngine, read: Steps, completion: Completion[int]) -> None:
+    engine.end_reads(read, PeerUnreachableError("gone"))
+    read.let_go(1)
+
+
+def _to_its_end(engine: CopyEngine, read: Steps, completion: Completion[int]) -> None:
+    read.let_go(2)
+
+
+@pytest.mark.parametrize(
+    ("end", "read"),
+    [
+        (_cancelled, lambda: Steps(2)),
+        (_lost, lambda: Steps(2)),
+        (_to_its_end, lambda: Steps(2)),
+        (_to_its_end, lambda: Steps(2, error=CorruptionError("planted"))),
+        (_to_its_end, lambda: Steps(2, error=ValueError("planted"))),
+        (_to_its_end, lambda: Steps(2, refuses=True)),
+    ],
+)
+@pytest.mark.parametrize("queued", [False, True])
+def test_a_read_that_has_ended_is_kept_by_nobody(
+    end: Callable[[CopyEngine, Steps, Completion[int]], None],
+    read: Callable[[], Steps],
+    queued: bool,
+) -> None:
+    """Not by an idle thread, and not by whoever keeps its error: it holds the peer's memory."""
+    gc.disable()
+    try:
+        with_one = CopyEngine("test", threads=1)
+        before = Steps(1)
+        first = with_one.submit(before, before, WAIT_S)
+        before.wait_begun()
+        pull = read()
+        kept = weakref.ref(pull)
+        completion = with_one.submit(pull, pull, WAIT_S)
+        if not queued:
+            before.let_go(1)
+            pull.wait_begun()
+        end(with_one, pull, completion)
+        del pull
+        before.let_go(1)
+        first.wait(WAIT_S)
+        error: KVPoolError | None = None
+        try:
+            completion.wait(WAIT_S)
+        except KVPoolError as failure:
+            error = failure
+        wait_until(lambda: kept() is None)
+        del error
+        with_one.close()
+    finally:
+        gc.enable()
 
 
 def test_bad_input(engine: CopyEngine) -> None:
