@@ -20,6 +20,7 @@ from tests.serve_process import ServeProcess
 pytestmark = pytest.mark.model
 
 NAMES = [entry["name"] for entry in json.loads(PROMPTS.read_text())["prompts"]]
+NEW = 8  # tokens of an output of the official client
 COUNTS = [f"Count from {number} to ten:" for number in range(8)]
 
 
@@ -78,7 +79,7 @@ def test_no_bytes_take_another_way(served: ServeProcess, request: pytest.Fixture
 
 
 def fields(served: ServeProcess, prompt: str) -> dict[str, Any]:
-    return {"model": served.name, "prompt": prompt, "max_tokens": 16, "temperature": 0}
+    return {"model": served.name, "prompt": prompt, "max_tokens": NEW, "temperature": 0}
 
 
 def messages(prompt: str) -> list[dict[str, str]]:
@@ -89,8 +90,8 @@ def said(prompt: str, *, chat: bool = False) -> str:
     tokenizer, _ = reference()
     if chat:
         tokens = tokenizer.apply_chat_template(messages(prompt), add_generation_prompt=True)
-        return expected(tuple(tokens["input_ids"]), 16).text
-    return expected(tuple(tokenizer(prompt)["input_ids"]), 16).text
+        return expected(tuple(tokens["input_ids"]), NEW).text
+    return expected(tuple(tokenizer(prompt)["input_ids"]), NEW).text
 
 
 def test_the_openai_client_eight_at_once(served: ServeProcess) -> None:
