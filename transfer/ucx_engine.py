@@ -43,9 +43,14 @@ COUNTERS: Final = (
     "wakeups",
     "puts",
     "put_bytes",
+    "strangers_reset",
 )
 # Every close is bounded to about this.
 CLOSE_TIMEOUT_S: Final = 5.0
+# How often strangers at the listener are looked for: longer than a busy machine starves a thread.
+LOOK_S: Final = 5.0
+# Longest wait for a listener: the progress thread makes it between two of its rounds.
+LISTEN_TIMEOUT_S: Final = 10.0
 
 
 def _text(characters: "CData") -> str:
@@ -151,6 +156,7 @@ class UcxEngine:
                 "batch_max": batch_max,
                 "heartbeat_interval_ns": _nanoseconds(heartbeat_interval_s),
                 "heartbeat_timeout_ns": _nanoseconds(heartbeat_timeout_s),
+                "look_ns": _nanoseconds(LOOK_S),
                 "spin_ns": _nanoseconds(spin_s),
             },
         )
@@ -174,17 +180,20 @@ class UcxEngine:
 
         Raises:
             UsageError: It listens already, or the port cannot be had.
+            TransferTimeoutError: The engine did not get to it within LISTEN_TIMEOUT_S.
             ClosedError: The transport is closed.
         """
         bound, code = ffi.new("uint16_t *"), ffi.new("int *")
         with self._lock:
             engine = self._live()
             before, self._on_connect = self._on_connect, on_connect
-            status = lib.kvp_ucx_listen(engine, port, bound, code)
+            status = lib.kvp_ucx_listen(engine, port, _nanoseconds(LISTEN_TIMEOUT_S), bound, code)
             if status != lib.KVP_OK:
                 self._on_connect = before
         if status == lib.KVP_BUSY:
             raise UsageError("the transport listens already")
+        if status == lib.KVP_TIMEOUT:
+            raise error_of(status, 0, f"listen on port {port}")
         if status != lib.KVP_OK:
             raise UsageError(f"cannot listen on port {port}") from UcxStatus(f"answered {code[0]}")
         self.port = bound[0]
@@ -395,6 +404,8 @@ class UcxEngine:
             self._connections[connection.id] = connection
             waiting = self._connecting.pop(connection.id, None)
             on_open = self._on_connect if waiting is None else waiting.on_open
+        if waiting is None and on_open is None:
+            connection.close()  # a listen that was given up came to be after all
         try:
             if on_open is not None:
                 on_open(connection)

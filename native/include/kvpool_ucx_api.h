@@ -20,6 +20,7 @@ typedef struct {
      * heartbeat_timeout_ns (at least three intervals of either side) is lost. */
     uint64_t heartbeat_interval_ns;
     uint64_t heartbeat_timeout_ns;
+    uint64_t look_ns; /* how often to look for strangers at the listener, 1 ms or more; see below */
     uint64_t spin_ns; /* how long to poll after the last progress while work is in flight */
 } kvp_ucx_config;
 
@@ -58,6 +59,9 @@ typedef struct {
     uint64_t wakeups; /* times the progress thread left its sleep */
     uint64_t puts;
     uint64_t put_bytes;
+    /* Connections to the listener whose bytes libucp had left unread for look_ns, and that were
+     * reset for it: what they said was no UCX, and a thread of libucp would spin over it for ever. */
+    uint64_t strangers_reset;
 } kvp_ucx_counts;
 
 /* Load the library (once a process), create context and worker, start the progress thread.
@@ -71,8 +75,10 @@ kvp_status kvp_ucx_open(const kvp_ucx_config *config, char *reason, size_t reaso
 void kvp_ucx_close(kvp_ucx *engine);
 
 /* Listen on the engine's host. `port` 0 takes a free one; *bound is the port. KVP_BUSY: listens
- * already; KVP_SYSTEM: refused, the code is in *ucx_code. Blocks for the progress thread. */
-kvp_status kvp_ucx_listen(kvp_ucx *engine, uint16_t port, uint16_t *bound, int *ucx_code);
+ * already; KVP_SYSTEM: refused, the code is in *ucx_code. Blocks for the progress thread, at most
+ * timeout_ns: after KVP_TIMEOUT it may listen yet. */
+kvp_status kvp_ucx_listen(kvp_ucx *engine, uint16_t port, uint64_t timeout_ns, uint16_t *bound,
+                          int *ucx_code);
 
 /* Start to connect; OPENED or CLOSED follows within timeout_ns. `expected` (nullable): the
  * incarnation that must answer, else CLOSED with KVP_STALE. KVP_FULL: no endpoint slot is free. */

@@ -96,7 +96,7 @@ static bool sound(const kvp_ucx_config *config)
     uint64_t interval = config->heartbeat_interval_ns;
     bool heart = interval == 0 || (interval >= 1000000 && interval <= HEARTBEAT_MAX_NS &&
                                    config->heartbeat_timeout_ns / 3 >= interval);
-    return inbox && heart && config->endpoint_max >= 1 && config->endpoint_max <= ENDPOINTS_MAX &&
+    return inbox && heart && config->look_ns >= 1000000 && config->endpoint_max >= 1 && config->endpoint_max <= ENDPOINTS_MAX &&
            config->batch_max >= 1 && config->batch_max <= BATCHES_MAX;
 }
 

@@ -17,7 +17,8 @@
 
 enum {
     KVP_PENDING_CONNECTIONS_MAX = 64, /* accepted by UCX, not yet by the progress thread */
-    KVP_PROTOCOL_TEXT_MAX = 256
+    KVP_PROTOCOL_TEXT_MAX = 256,
+    KVP_STRANGERS_MAX = 64 /* that are looked at a second time */
 };
 
 typedef enum { BATCH_FREE, BATCH_QUEUED, BATCH_POSTED, BATCH_FLUSHED, BATCH_NOTIFYING } kvp_stage;
@@ -100,6 +101,12 @@ typedef struct {
     size_t rkey_size;
 } kvp_inbox_part;
 
+/* An accepted connection whose bytes nobody has read. */
+typedef struct {
+    uint64_t cookie; /* the kernel's name of the socket */
+    int unread;
+} kvp_stranger;
+
 struct kvp_ucx {
     const kvp_ucp *ucp;
     kvp_ucx_config config; /* library and host are not kept */
@@ -129,7 +136,7 @@ struct kvp_ucx {
     char put_protocol[KVP_PROTOCOL_TEXT_MAX];
     /* Shared without the lock. */
     atomic_uint_fast64_t orders; /* counts what other threads asked for */
-    atomic_uint_fast64_t wakeups, puts, put_bytes;
+    atomic_uint_fast64_t wakeups, puts, put_bytes, strangers_reset;
     /* progress thread */
     uint64_t orders_seen;
     bool leaving;
@@ -143,6 +150,9 @@ struct kvp_ucx {
     kvp_endpoint **live; /* the slots that the progress thread looks after */
     size_t live_count;
     kvp_batch *batches;
+    kvp_stranger strangers[KVP_STRANGERS_MAX];
+    size_t stranger_count;
+    uint64_t look_ns; /* when to look for them again */
     uint64_t now_ns, due_ns; /* of this round: its time, and when to wake without being woken */
 };
 
@@ -179,6 +189,9 @@ ucx_status kvp_message_take(void *arg, const void *header, size_t header_size, v
 void kvp_batch_queue(kvp_batch *batch);
 bool kvp_batch_step(kvp_endpoint *endpoint);
 void kvp_batch_end_all(kvp_endpoint *endpoint, kvp_status status, ucx_status code);
+
+/* ucx_strangers.c: progress thread only. Call it once a round, after the steps. */
+void kvp_strangers_look(kvp_ucx *engine);
 
 /* ucx_engine.c; with the lock held, but for the last */
 kvp_endpoint *kvp_slot_take(kvp_ucx *engine, kvp_slot_state state); /* null: none is free */

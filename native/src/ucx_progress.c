@@ -84,6 +84,7 @@ static bool step_all(kvp_ucx *engine)
             i++;
         }
     }
+    kvp_strangers_look(engine);
     return moved;
 }
 

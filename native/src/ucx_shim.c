@@ -12,6 +12,14 @@ static uint64_t deadline_after(uint64_t timeout_ns)
     return timeout_ns > UINT64_MAX - 1 - now ? UINT64_MAX - 1 : now + timeout_ns;
 }
 
+static struct timespec timespec_of(uint64_t at_ns)
+{
+    return (struct timespec){
+        .tv_sec = (time_t)(at_ns / 1000000000),
+        .tv_nsec = (long)(at_ns % 1000000000),
+    };
+}
+
 static kvp_endpoint *lookup(kvp_ucx *engine, uint64_t id)
 {
     size_t index = (size_t)(id & UINT32_MAX);
@@ -24,21 +32,28 @@ static kvp_endpoint *lookup(kvp_ucx *engine, uint64_t id)
 
 /* ---- orders ----------------------------------------------------------------------------------- */
 
-kvp_status kvp_ucx_listen(kvp_ucx *engine, uint16_t port, uint16_t *bound, int *ucx_code)
+kvp_status kvp_ucx_listen(kvp_ucx *engine, uint16_t port, uint64_t timeout_ns, uint16_t *bound,
+                          int *ucx_code)
 {
     if (engine->pid != getpid()) {
         return KVP_CLOSED;
     }
+    const struct timespec until = timespec_of(deadline_after(timeout_ns));
     pthread_mutex_lock(&engine->lock);
     kvp_status status = KVP_BUSY;
     if (engine->listen == LISTEN_NONE) {
         engine->listen = LISTEN_WANTED;
         engine->listen_port = port;
         kvp_order(engine);
-        while (engine->listen == LISTEN_WANTED) {
-            pthread_cond_wait(&engine->changed, &engine->lock);
+        int code = 0;
+        while (engine->listen == LISTEN_WANTED && code == 0) {
+            code = pthread_cond_timedwait(&engine->changed, &engine->lock, &until);
         }
-        status = engine->listen == LISTEN_DONE ? KVP_OK : KVP_SYSTEM;
+        if (engine->listen == LISTEN_WANTED) {
+            status = KVP_TIMEOUT;
+        } else {
+            status = engine->listen == LISTEN_DONE ? KVP_OK : KVP_SYSTEM;
+        }
         *bound = engine->listen_port;
         *ucx_code = engine->listen_code;
     }
@@ -178,11 +193,7 @@ kvp_status kvp_ucx_next_event(kvp_ucx *engine, uint64_t timeout_ns, kvp_ucx_even
     if (engine->pid != getpid()) {
         return KVP_CLOSED;
     }
-    uint64_t deadline = deadline_after(timeout_ns);
-    struct timespec until = {
-        .tv_sec = (time_t)(deadline / 1000000000),
-        .tv_nsec = (long)(deadline % 1000000000),
-    };
+    const struct timespec until = timespec_of(deadline_after(timeout_ns));
     kvp_status status = KVP_OK;
     pthread_mutex_lock(&engine->lock);
     while (engine->event_count == 0 && !engine->events_stopped && status == KVP_OK) {
@@ -271,6 +282,7 @@ void kvp_ucx_count(kvp_ucx *engine, kvp_ucx_counts *out)
         .wakeups = atomic_load(&engine->wakeups),
         .puts = atomic_load(&engine->puts),
         .put_bytes = atomic_load(&engine->put_bytes),
+        .strangers_reset = atomic_load(&engine->strangers_reset),
     };
     pthread_mutex_unlock(&engine->lock);
 }

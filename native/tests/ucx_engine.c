@@ -1,8 +1,11 @@
 /* Two engines of one process talk over loopback. Run by tests/native/test_ucx_native.py under
  * sanitizers; argv[1] is the library. Every wait has a deadline, and a failed check ends the run. */
+#include <arpa/inet.h>
+#include <errno.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/socket.h>
 #include <unistd.h>
 
 #include "kvpool.h"
@@ -28,6 +31,7 @@ typedef struct {
 } side;
 
 static const char *library;
+static uint64_t look_ns = 60000000000;
 
 static side open_side(uint8_t name, const char *host)
 {
@@ -46,6 +50,7 @@ static side open_side(uint8_t name, const char *host)
         .batch_max = 8,
         .heartbeat_interval_ns = SECOND / 10,
         .heartbeat_timeout_ns = 20 * SECOND,
+        .look_ns = look_ns,
         .spin_ns = 50000,
     };
     char reason[256] = "";
@@ -83,9 +88,9 @@ static uint16_t listen_on(side *it)
 {
     uint16_t port = 0;
     int code = 0;
-    CHECK(kvp_ucx_listen(it->engine, 0, &port, &code) == KVP_OK);
+    CHECK(kvp_ucx_listen(it->engine, 0, 10000000000, &port, &code) == KVP_OK);
     CHECK(port != 0);
-    CHECK(kvp_ucx_listen(it->engine, 0, &port, &code) == KVP_BUSY);
+    CHECK(kvp_ucx_listen(it->engine, 0, 10000000000, &port, &code) == KVP_BUSY);
     return port;
 }
 
@@ -94,6 +99,18 @@ static uint64_t connect_to(side *client, const char *host, uint16_t port, const 
     uint64_t endpoint;
     CHECK(kvp_ucx_connect(client->engine, host, port, expected, 10 * SECOND, &endpoint) == KVP_OK);
     return endpoint;
+}
+
+/* A listen that is given up at its deadline may come to be yet, and is in nobody's way. */
+static void test_late_listen(void)
+{
+    side it = open_side(3, "127.0.0.1");
+    uint16_t port = 0;
+    int code = 0;
+    kvp_status status = kvp_ucx_listen(it.engine, 0, 0, &port, &code);
+    CHECK(status == KVP_TIMEOUT || status == KVP_OK);
+    CHECK(kvp_ucx_listen(it.engine, 0, 0, &port, &code) == KVP_BUSY);
+    close_side(&it);
 }
 
 static void test_wake(side *it)
@@ -230,6 +247,41 @@ static void test_close_with_work(const char *host)
     close_side(&server);
 }
 
+/* What says no UCX to the listener is reset, also when it says more than libucp reads, or goes. */
+static void test_strangers(void)
+{
+    look_ns = SECOND / 5;
+    side server = open_side(1, "127.0.0.1");
+    look_ns = 60 * SECOND;
+    struct sockaddr_in address = {.sin_family = AF_INET, .sin_port = htons(listen_on(&server))};
+    CHECK(inet_pton(AF_INET, "127.0.0.1", &address.sin_addr) == 1);
+    const size_t sizes[] = {5000, 100000, 5000};
+    int sockets[3];
+    uint8_t *said = calloc(1, 100000);
+    CHECK(said != NULL);
+    for (size_t i = 0; i < 3; i++) {
+        sockets[i] = socket(AF_INET, SOCK_STREAM, 0);
+        CHECK(connect(sockets[i], (const struct sockaddr *)&address, sizeof(address)) == 0);
+        CHECK(send(sockets[i], said, sizes[i], 0) == (ssize_t)sizes[i]);
+    }
+    close(sockets[2]);
+    kvp_ucx_counts counts = {0};
+    for (int turn = 0; counts.strangers_reset < 3; turn++) {
+        CHECK(turn < 2000);
+        usleep(10000);
+        kvp_ucx_count(server.engine, &counts);
+    }
+    CHECK(recv(sockets[0], said, 1, 0) < 0 && errno == ECONNRESET);
+    close(sockets[0]);
+    close(sockets[1]);
+    free(said);
+    side client = open_side(2, "127.0.0.1");
+    connect_to(&client, "127.0.0.1", ntohs(address.sin_port), server.incarnation);
+    next(&client, KVP_UCX_OPENED);
+    close_side(&client);
+    close_side(&server);
+}
+
 static void test_bad_settings(void)
 {
     uint8_t incarnation[16] = {1};
@@ -239,6 +291,7 @@ static void test_bad_settings(void)
         .incarnation = incarnation,
         .endpoint_max = 1,
         .batch_max = 1,
+        .look_ns = SECOND,
     };
     kvp_ucx *engine;
     char reason[128];
@@ -273,6 +326,8 @@ int main(int argc, char **argv)
     test_churn(&server, &client, port);
     close_side(&client);
     close_side(&server);
+    test_strangers();
+    test_late_listen();
     test_close_with_work("127.0.0.1");
     test_close_with_work("::1");
     kvp_ucx_last_warning(text, sizeof(text));
