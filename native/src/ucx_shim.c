@@ -50,12 +50,12 @@ kvp_status kvp_ucx_listen(kvp_ucx *engine, uint16_t port, uint64_t timeout_ns, u
             code = pthread_cond_timedwait(&engine->changed, &engine->lock, &until);
         }
         if (engine->listen == LISTEN_WANTED) {
-            status = KVP_TIMEOUT;
+            status = KVP_TIMEOUT; /* and the port is the progress thread's to write */
         } else {
             status = engine->listen == LISTEN_DONE ? KVP_OK : KVP_SYSTEM;
+            *bound = engine->listen_port;
+            *ucx_code = engine->listen_code;
         }
-        *bound = engine->listen_port;
-        *ucx_code = engine->listen_code;
     }
     pthread_mutex_unlock(&engine->lock);
     return status;
