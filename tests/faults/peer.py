@@ -1,6 +1,6 @@
 """A peer process for tests: does what it is told, one JSON line a command, until its stdin ends.
 
-Run as ``python -m tests.faults.peer TRANSPORT``. The test's side is ``Peer``.
+Run as ``python -m tests.faults.peer TRANSPORT [namespace]``. The test's side is ``Peer``.
 """
 
 import contextlib
@@ -10,12 +10,14 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import IO, Final
+from typing import IO, TYPE_CHECKING, Final
 
 import numpy as np
+import pytest
 
 from kvpool.arena import Arena, Slot
 from kvpool.block import BlockLayout
@@ -25,10 +27,14 @@ from kvpool.events import NullSink
 from kvpool.memory import BlockView
 from kvpool.testing.blocks import payload, view_of
 from kvpool.testing.pair import publish
-from kvpool.transfer.base import Endpoint, RemoteSlots
+from kvpool.transfer.base import Endpoint, RemoteSlots, Transport
 from kvpool.transfer.choice import TransportKind, open_transport
 from kvpool.transfer.layerwise import LayerReceiver, LayerSender, Outbox, StreamHub
 from kvpool.transfer.stream_wire import slice_layout
+from kvpool.transfer.ucx import UcxTransport
+
+if TYPE_CHECKING:
+    from tests.faults.network import Link
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 # Small, and large enough that a stream of it takes many turns of a small outbox.
@@ -42,11 +48,16 @@ Value = float | str | bool | None
 
 
 class Peer:
-    """The test's side of one peer process."""
+    """The test's side of one peer process.
 
-    def __init__(self, kind: TransportKind) -> None:
+    Args:
+        kind: Of its transport.
+        link: Joins it, in a network namespace of its own, to us: ``Link``, ``LossyLink``.
+    """
+
+    def __init__(self, kind: TransportKind, link: "type[Link] | None" = None) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.faults.peer", kind],
+            [sys.executable, "-m", "tests.faults.peer", kind, *(["namespace"] if link else [])],
             cwd=ROOT,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -55,6 +66,19 @@ class Peer:
         assert self._process.stdout is not None
         self._stdin: IO[bytes] = self._process.stdin
         self._stdout: IO[bytes] = self._process.stdout
+        self.host = "127.0.0.1"
+        self._link: Link | None = None
+        if link is not None:
+            self.answer()  # it is in its namespace
+            self._link = link(self.pid)
+            self.host = self._link.there
+            self.do("configure", name=self._link.far, address=self.host)
+
+    @property
+    def link(self) -> "Link":
+        """The link to a peer in a namespace."""
+        assert self._link is not None
+        return self._link
 
     @property
     def pid(self) -> int:
@@ -95,17 +119,29 @@ class Peer:
         self._process.wait(WAIT_S)
 
     def close(self) -> None:
-        """Kill it and close the pipes."""
+        """Kill it and close the pipes, and its link."""
         self.kill()
+        if self._link is not None:
+            self._link.close()
         with contextlib.suppress(BrokenPipeError):
             self._stdin.close()
         self._stdout.close()
 
 
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for a condition."""
+    pause = threading.Event()
+    for _ in range(int(WAIT_S * 200)):
+        if condition():
+            return
+        pause.wait(0.005)
+    pytest.fail("the condition never came true")
+
+
 @contextlib.contextmanager
-def peer(kind: TransportKind = "host") -> Iterator[Peer]:
-    """Start a peer process with a transport of some kind, and end it."""
-    process = Peer(kind)
+def peer(kind: TransportKind = "host", link: "type[Link] | None" = None) -> Iterator[Peer]:
+    """Start a peer process with a transport of some kind, perhaps behind a link, and end it."""
+    process = Peer(kind, link)
     try:
         yield process
     finally:
@@ -115,8 +151,8 @@ def peer(kind: TransportKind = "host") -> Iterator[Peer]:
 class _Commands:
     """The process's side: its transport and what has been made with it."""
 
-    def __init__(self, kind: TransportKind) -> None:
-        self.transport = open_transport(kind, "peer")
+    def __init__(self, transport: Transport) -> None:
+        self.transport = transport
         self.address = ""
         self.hub = StreamHub(NullSink())
         self.endpoints: list[Endpoint] = []
@@ -144,6 +180,20 @@ class _Commands:
     def where(self) -> str:
         """Say where it listens."""
         return self.address
+
+    def throttle(self, device: str, rate: str | None) -> None:
+        """Let no more than ``rate`` out of this namespace's device, or everything again."""
+        from tests.faults import network  # only who is behind a link pays for it
+
+        if rate is None:
+            network.unthrottle(device)
+        else:
+            network.throttle(device, rate)
+
+    def leave(self) -> None:
+        """Close the transport, and with it the port; the process lives on."""
+        self.hub.close()
+        self.transport.close()
 
     def connect(self, path: str) -> str:
         endpoint = self.transport.connect(path, WAIT_S)
@@ -233,7 +283,18 @@ class _Commands:
 
 def main() -> None:
     """Run commands until stdin ends."""
-    commands = _Commands("ucx" if sys.argv[1] == "ucx" else "host")
+    if sys.argv[2:]:
+        from tests.faults import network  # only who is behind a link pays for it
+
+        network.enter_namespace()
+        print(json.dumps(None), flush=True)
+        _, arguments = json.loads(sys.stdin.readline())
+        network.configure(**arguments)
+        print(json.dumps(None), flush=True)
+        transport: Transport = UcxTransport("peer", host=arguments["address"], trusted_network=True)
+    else:
+        transport = open_transport("ucx" if sys.argv[1] == "ucx" else "host", "peer")
+    commands = _Commands(transport)
     for line in sys.stdin:
         name, arguments = json.loads(line)
         answer = getattr(commands, name)(**arguments)

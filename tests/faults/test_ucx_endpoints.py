@@ -4,68 +4,28 @@ import json
 import os
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from kvpool.arena import Arena, Slot
-from kvpool.block import Incarnation, SlotIndex
-from kvpool.completion import Completion
+from kvpool.arena import Arena
 from kvpool.errors import KVPoolError, PeerUnreachableError, TransferTimeoutError
-from kvpool.testing.blocks import Payload, payload, view_of
-from kvpool.testing.pair import Collected, empty, named, publish
-from kvpool.transfer.base import RemoteSlots
+from kvpool.testing.blocks import payload
+from kvpool.testing.pair import Collected, empty, publish
 from kvpool.transfer.ucx import UcxTransport
 from kvpool.transfer.ucx_endpoint import UcxEndpoint
 from kvpool.transfer.ucx_wire import ASKS_MAX
 from tests.conftest import Count
-from tests.faults.peer import LAYOUT, SEED, WAIT_S, Peer, peer
+from tests.faults.owner import Owner
+from tests.faults.peer import LAYOUT, SEED, WAIT_S, peer, until
 
 pytestmark = pytest.mark.ucx
 
 BLOCKS = 400
 # The deadline of what is expected to time out.
 SHORT_S = 0.5
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition."""
-    pause = threading.Event()
-    for _ in range(int(WAIT_S * 200)):
-        if condition():
-            return
-        pause.wait(0.005)
-    pytest.fail("the condition never came true")
-
-
-class Owner:
-    """A peer process that owns BLOCKS blocks, and our endpoint to it."""
-
-    def __init__(self, transport: UcxTransport, other: Peer) -> None:
-        self.peer = other
-        incarnation = Incarnation(bytes.fromhex(str(other.do("listen", path="ucx://127.0.0.1:0"))))
-        self.address = str(other.do("where"))
-        pairs = json.loads(str(other.do("publish", blocks=BLOCKS)))
-        self.slots = named(0, [Slot(SlotIndex(index), life) for index, life in pairs])
-        endpoint = transport.connect(self.address, WAIT_S, incarnation)
-        assert isinstance(endpoint, UcxEndpoint)
-        self.endpoint = endpoint
-        self.blocks = payload(LAYOUT, BLOCKS, SEED)
-
-    def read(self, out: Payload, deadline_s: float = WAIT_S) -> Completion[int]:
-        count = len(out)
-        source = RemoteSlots(0, self.slots.slots[:count], self.slots.generations[:count])
-        return self.endpoint.read_blocks(
-            view_of(LAYOUT, out), source, source_layout=LAYOUT, dest_layer=None,
-            deadline_s=deadline_s,
-        )  # fmt: skip
-
-    def require_exact(self) -> None:
-        out = empty(LAYOUT, BLOCKS)
-        assert self.read(out).wait(WAIT_S) == BLOCKS
-        np.testing.assert_array_equal(out, self.blocks)
 
 
 @pytest.fixture
@@ -77,12 +37,18 @@ def transport() -> Iterator[UcxTransport]:
 @pytest.fixture
 def owner(transport: UcxTransport) -> Iterator[Owner]:
     with peer("ucx") as other:
-        yield Owner(transport, other)
+        yield Owner(transport, other, blocks=BLOCKS)
+
+
+def windows(owner: Owner) -> tuple[int, int]:
+    """Return the windows of the inbox that are free, and those that the owner still owes."""
+    assert isinstance(owner.endpoint, UcxEndpoint)
+    return owner.endpoint.windows()
 
 
 def test_blocks_come_from_another_process(owner: Owner) -> None:
     owner.require_exact()
-    assert owner.endpoint.windows() == (ASKS_MAX, 0)
+    assert windows(owner) == (ASKS_MAX, 0)
 
 
 def test_an_owner_that_stops_in_mid_read_writes_nowhere_later(owner: Owner) -> None:
@@ -101,12 +67,12 @@ def test_an_owner_that_stops_in_mid_read_writes_nowhere_later(owner: Owner) -> N
         out[:] = 7
     assert late > 0
     # The peer may still write into every window that it was asked to fill: none is used again.
-    assert owner.endpoint.windows() == (0, ASKS_MAX)
+    assert windows(owner) == (0, ASKS_MAX)
     with pytest.raises(TransferTimeoutError):
         owner.read(empty(LAYOUT, 1), 0.1).wait(WAIT_S)
-    assert owner.endpoint.windows() == (0, ASKS_MAX)
+    assert windows(owner) == (0, ASKS_MAX)
     owner.peer.resume()
-    until(lambda: owner.endpoint.windows() == (ASKS_MAX, 0))
+    until(lambda: windows(owner) == (ASKS_MAX, 0))
     owner.require_exact()
     assert all(bool((out == 7).all()) for out in outs)
 
@@ -144,7 +110,7 @@ def test_another_owner_is_read_while_one_stands_still(
     transport: UcxTransport, owner: Owner
 ) -> None:
     with peer("ucx") as lively:
-        other = Owner(transport, lively)
+        other = Owner(transport, lively, blocks=BLOCKS)
         owner.peer.stop()
         stuck = owner.read(empty(LAYOUT, BLOCKS))
         for _ in range(3):
@@ -156,7 +122,7 @@ def test_another_owner_is_read_while_one_stands_still(
 
 def test_a_stopped_owner_is_lost_by_its_silence() -> None:
     with peer("ucx") as other, UcxTransport("reader", heartbeat_timeout_s=3.0) as transport:
-        owner = Owner(transport, other)
+        owner = Owner(transport, other, blocks=BLOCKS)
         other.stop()
         with pytest.raises(PeerUnreachableError):
             owner.read(empty(LAYOUT, BLOCKS)).wait(WAIT_S)
@@ -253,5 +219,5 @@ def test_random_ends_of_random_reads(transport: UcxTransport, owner: Owner, coun
                 pass
             out[:] = 9
         assert all(bool((out == 9).all()) for out in outs)
-    until(lambda: owner.endpoint.windows() == (ASKS_MAX, 0))
+    until(lambda: windows(owner) == (ASKS_MAX, 0))
     owner.require_exact()
