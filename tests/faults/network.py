@@ -41,15 +41,15 @@ def enter_namespace() -> None:
         OSError: Not as root.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    steps = (
-        lambda: libc.unshare(_CLONE_NEWNS | _CLONE_NEWNET),
-        lambda: libc.mount(b"none", b"/", None, _MS_PRIVATE_REC, None),
-        # libucp finds its devices there.
-        lambda: libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None),
-    )
-    for step in steps:
-        if step() != 0:
-            raise OSError(ctypes.get_errno(), "a network namespace needs root")
+    _require(libc.unshare(_CLONE_NEWNS | _CLONE_NEWNET))
+    _require(libc.mount(b"none", b"/", None, _MS_PRIVATE_REC, None))
+    # libucp finds its devices there.
+    _require(libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None))
+
+
+def _require(result: int) -> None:
+    if result != 0:
+        raise OSError(ctypes.get_errno(), "a network namespace needs root")
 
 
 def configure(name: str, address: str) -> None:

@@ -178,7 +178,7 @@ def test_connecting_and_killing_leaves_nothing_open(
     transport.register(arena)
     before = fd_count()
     total = 0
-    for _ in range(count(10, 50)):
+    for _ in range(count(4, 50)):
         with peer() as other:
             for _ in range(5):
                 other.do("connect", path=path)

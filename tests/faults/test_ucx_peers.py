@@ -207,7 +207,7 @@ def test_connections_and_kills_leak_nothing(transport: UcxEngine, count: Count) 
     data = noise(4 * MIB, 1)
     spans = scattered(data, MIB)
     before = 0
-    for cycle in range(count(10, 100)):
+    for cycle in range(count(4, 100)):
         with Server() as peer:
             for _ in range(3):
                 connect(transport, peer).close()
