@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from kvpool.arena import Slot
+from kvpool.arena import NO_HASH, Slot, Slots
 from kvpool.block import BlockLayout
 from kvpool.completion import Deadline
 from kvpool.errors import (
@@ -54,7 +54,7 @@ class _Staged:
 
     layer: int
     first_block: int
-    slots: list[Slot]
+    slots: Slots
     chunk: int
 
 
@@ -209,12 +209,11 @@ class LayerSender:
         with self._state:
             self._released = True
             for staged in self._unannounced:
-                for slot in staged.slots:
-                    self._outbox.arena.settle(slot)
-                self._release(staged.slots)
+                self._outbox.arena.settle(staged.slots)
+                self._drop(staged.slots)
             self._unannounced.clear()
             # Quarantined: the receiver may be reading them until it acknowledges or is gone.
-            self._release(list(self._announced.values()))
+            self._outbox.arena.release(list(self._announced.values()))
         self._tell_if_drained()
 
     def acked(self, message: Ack) -> None:
@@ -256,6 +255,7 @@ class LayerSender:
         self._outbox.arena.settle(slot)
         if not self._released:  # otherwise it was released when the stream failed
             self._outbox.arena.release(slot)
+        self._outbox.give_back(1, self.link)
 
     def _take_all_back(self) -> None:
         for slot in self._announced.values():
@@ -311,9 +311,10 @@ class LayerSender:
     def _failed(self) -> bool:
         return self._error is not None
 
-    def _release(self, slots: list[Slot]) -> None:
-        for slot in slots:
-            self._outbox.arena.release(slot)
+    def _drop(self, slots: Slots) -> None:
+        """Give up slots that the receiver has not been told of."""
+        self._outbox.arena.release(slots)
+        self._outbox.give_back(len(slots), self.link)
 
     def _stage(self) -> bool:
         """Copy the front of the backlog into free slots. False if there is none, or no slot."""
@@ -321,7 +322,7 @@ class LayerSender:
             if self._error is not None or not self._backlog:
                 return False
             pending = self._backlog[0]
-        slots = self._outbox.reserve(min(len(pending.source), SLOTS_MAX))
+        slots = self._outbox.reserve(min(len(pending.source), SLOTS_MAX), self.link)
         if not slots:
             return False
         count = len(slots)
@@ -330,15 +331,14 @@ class LayerSender:
         try:
             crcs = copy_blocks(arena.view(slots), source)
         except KVPoolError:
-            self._release(slots)
+            self._drop(slots)
             raise
         with self._state:
             if self._failed():
-                self._release(slots)
+                self._drop(slots)
                 return False
-            for slot, crc in zip(slots, crcs, strict=True):
-                arena.commit(slot, crc)
-                arena.grant(slot)
+            arena.commit_all(slots, crcs, NO_HASH * count)
+            arena.grant(slots)
             staged = _Staged(pending.layer, pending.first_block, slots, pending.chunk)
             self._unannounced.append(staged)
             pending.source = pending.source.take(count, len(pending.source))

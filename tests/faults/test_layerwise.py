@@ -2,7 +2,7 @@
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -22,10 +22,12 @@ from kvpool.transfer.choice import TransportKind, listen_address, open_transport
 from kvpool.transfer.layerwise import LayerReceiver, LayerSender, Outbox, StreamHub
 from kvpool.transfer.stream_wire import slice_layout
 from tests.conftest import Count
-from tests.faults.peer import BLOCKS, LAYOUT, SEED, WAIT_S, Peer, peer
+from tests.faults.peer import BLOCKS, LAYOUT, SEED, WAIT_S, Peer, peer, until
 
 # Few enough that a stream stands still at once when its receiver does.
 OUTBOX_SLOTS = 8
+# What one peer may have of them.
+SHARE = 6
 # The deadline of what is expected to time out; long enough for everything else.
 SHORT_S = 0.5
 
@@ -74,16 +76,6 @@ class Survivor:
         self.outbox.close()
 
 
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition."""
-    pause = threading.Event()
-    for _ in range(int(WAIT_S * 200)):
-        if condition():
-            return
-        pause.wait(0.005)
-    pytest.fail("the condition never came true")
-
-
 @pytest.fixture(params=["host", pytest.param("ucx", marks=pytest.mark.ucx)])
 def survivor(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Survivor]:
     survivor = Survivor(tmp_path, request.param)
@@ -121,7 +113,7 @@ def test_the_receiver_is_killed(survivor: Survivor) -> None:
         sender = survivor.open(endpoint, "r")
         other.stop()
         survivor.send_all(sender)
-        assert survivor.outbox.counts().ready == OUTBOX_SLOTS
+        assert survivor.outbox.counts().ready == SHARE
         other.kill()
         with pytest.raises(PeerUnreachableError):
             sender.finish(b"", deadline_s=WAIT_S)
@@ -151,7 +143,8 @@ def test_the_receiver_stops_and_goes_on(survivor: Survivor) -> None:
         with pytest.raises(TransferTimeoutError):
             sender.finish(b"", deadline_s=SHORT_S)
         counts = survivor.outbox.counts()
-        assert (counts.quarantined, counts.free, counts.grants) == (OUTBOX_SLOTS, 0, OUTBOX_SLOTS)
+        assert (counts.quarantined, counts.grants) == (SHARE, SHARE)
+        assert counts.free == OUTBOX_SLOTS - SHARE
         other.resume()
         survivor.require_free()
         assert other.do("received") == "TransferTimeoutError"
@@ -172,8 +165,29 @@ def test_the_receiver_stops_and_is_killed(survivor: Survivor) -> None:
         other.stop()
         survivor.send_all(sender)
         sender.abort("enough")
-        assert survivor.outbox.counts().quarantined == OUTBOX_SLOTS
+        assert survivor.outbox.counts().quarantined == SHARE
         other.kill()
+        survivor.require_free()
+
+
+def test_a_stopped_receiver_leaves_room_for_others(survivor: Survivor) -> None:
+    """What it does not acknowledge fills its share of the outbox, and no more."""
+    with peer(survivor.kind) as stopped, peer(survivor.kind) as other:
+        first, second = survivor.meet(stopped), survivor.meet(other)
+        stopped.do("expect", request="r", deadline_s=WAIT_S)
+        other.do("expect", request="r", deadline_s=WAIT_S)
+        held_up = survivor.open(first, "r")
+        stopped.stop()
+        survivor.send_all(held_up)
+        sender = survivor.open(second, "r")
+        survivor.send_all(sender)
+        sender.finish(b"tail", deadline_s=WAIT_S)
+        assert other.do("received") == "tail"
+        assert other.do("exact")
+        assert survivor.outbox.counts().ready == SHARE
+        stopped.resume()
+        held_up.finish(b"late", deadline_s=WAIT_S)
+        assert stopped.do("received") == "late"
         survivor.require_free()
 
 
