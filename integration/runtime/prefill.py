@@ -7,6 +7,7 @@ threads. Who calls it: the Conductor, over RPC.
 
 import asyncio
 import logging
+import random
 import sys
 import threading
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ import msgspec
 from kvpool.base import Chain, Match
 from kvpool.block import BlockLayout, Incarnation
 from kvpool.client.rpc import Service
+from kvpool.clock import SystemClock
 from kvpool.completion import Completion, Deadline
 from kvpool.errors import (
     CancelledTransferError,
@@ -42,6 +44,7 @@ from kvpool.integration.runtime.runner import Chunk, Row
 from kvpool.integration.runtime.sampling import Pick, check_sampling, sample
 from kvpool.integration.runtime.worker import Parts, Tasks, run
 from kvpool.transfer.base import Endpoint
+from kvpool.transfer.connections import Connections
 from kvpool.transfer.layerwise import LayerSender, Outbox
 
 logger = logging.getLogger(__name__)
@@ -91,8 +94,9 @@ class PrefillWorker:
         slots = max(1, parts.config.outbox_bytes // self._slice.block_bytes)
         self._outbox = Outbox(parts.transport, self._slice, slots)
         self._engine = ThreadPoolExecutor(1, thread_name_prefix="kvpool-prefill")
-        self._endpoints: dict[str, Endpoint] = {}
-        self._connecting = threading.Lock()  # guards _endpoints
+        self._connections = Connections(
+            parts.transport, SystemClock(), parts.hub.attach, random.Random()
+        )
         self._prompts: dict[str, _Prompt] = {}
         self._tasks = Tasks()
 
@@ -139,8 +143,7 @@ class PrefillWorker:
             self._cancel(prompt)
         await self._tasks.close(_CLOSE_TIMEOUT_S)
         self._engine.shutdown(wait=False, cancel_futures=True)
-        for endpoint in self._endpoints.values():
-            endpoint.close()
+        self._connections.close()
         self._parts.hub.close()
         self._outbox.close()
 
@@ -212,19 +215,11 @@ class PrefillWorker:
 
     def _endpoint(self, request: PrefillRequest, deadline: Deadline) -> Endpoint:
         """Return a connection to the decode worker, made once for each run of it."""
-        expected = Incarnation(request.decode_incarnation)
-        with self._connecting:
-            known = self._endpoints.get(request.decode_address)
-            if known is not None and known.alive() and known.peer == expected:
-                return known
-            if known is not None:
-                known.close()
-                del self._endpoints[request.decode_address]
-            timeout_s = min(CONNECT_TIMEOUT_S, deadline.remaining_s())
-            endpoint = self._parts.transport.connect(request.decode_address, timeout_s, expected)
-            self._parts.hub.attach(endpoint)
-            self._endpoints[request.decode_address] = endpoint
-            return endpoint
+        return self._connections.endpoint(
+            request.decode_address,
+            Incarnation(request.decode_incarnation),
+            min(CONNECT_TIMEOUT_S, deadline.remaining_s()),
+        )
 
     def _load(self, prompt: _Prompt) -> int:
         """Load leading blocks from the pool; return how many came whole. The rest is computed."""
