@@ -30,6 +30,7 @@ from kvpool.transfer.ucx_answers import PUT_TIMEOUT_S
 from kvpool.transfer.ucx_connection import UcxConnection
 from kvpool.transfer.ucx_endpoint import UcxEndpoint
 from kvpool.transfer.ucx_engine import UcxEngine
+from kvpool.transfer.ucx_library import require_trusted
 from kvpool.transfer.ucx_wire import ASKS_MAX, Offer
 
 logger = logging.getLogger(__name__)
@@ -41,8 +42,18 @@ ENDPOINTS_MAX: Final = 64
 # A process that is stopped or starved for less than this is not given up; reads that wait for it
 # have their own deadlines, so it may be long.
 HEARTBEAT_TIMEOUT_S: Final = PUT_TIMEOUT_S
+# Longest wait for our own answer at an address that peers are to be told.
+PROBE_TIMEOUT_S: Final = 5.0
 # Puts and notes in flight, all connections.
 _BATCHES_MAX: Final = 1024
+
+
+class _Probe:
+    """A connection to ourselves, by which an address is tried."""
+
+    def __init__(self, incarnation: Incarnation) -> None:
+        self.incarnation = incarnation
+        self.over = threading.Event()
 
 
 def parse_address(address: str) -> tuple[str, int]:
@@ -75,6 +86,8 @@ class UcxTransport(Transport):
         host: Numeric address to listen on and connect from; decides device and family.
         trusted_network: Whether everybody who can reach ``host`` may write to this process's
             memory. Needed for anything but loopback.
+        advertise: Numeric address of this host that peers are told instead of ``host``. Needed with
+            the wildcard 0.0.0.0, which says nothing to a peer. ``listen`` tries it.
         inbox_bytes: Of one connection: what may be on its way to us. A layer of a block has to fit
             an eighth of it. Memory is taken when it is used.
         endpoint_max: Connections, those that are just ending included. More are refused.
@@ -93,6 +106,7 @@ class UcxTransport(Transport):
         *,
         host: str = "127.0.0.1",
         trusted_network: bool = False,
+        advertise: str | None = None,
         inbox_bytes: int = INBOX_BYTES,
         endpoint_max: int = ENDPOINTS_MAX,
         copy_threads: int = 2,
@@ -102,6 +116,9 @@ class UcxTransport(Transport):
     ) -> None:
         self.incarnation = new_incarnation()
         self.host = host
+        self._advertise = advertise
+        self._library = library
+        self._probe: _Probe | None = None
         self._part = inbox_bytes - inbox_bytes % mmap.PAGESIZE
         if self._part < ASKS_MAX * mmap.PAGESIZE or endpoint_max < 1:
             raise ConfigError(
@@ -149,18 +166,52 @@ class UcxTransport(Transport):
         return RegionDescriptor(self.incarnation, number, arena.slot_count, layout.block_bytes)
 
     def listen(self, address: str, on_connect: Callable[[Endpoint], None]) -> str:
-        """Listen at a port of this transport's host."""
+        """Listen at a port of this transport's host. Raises ConfigError as well: see ``advertise``."""
         host, port = parse_address(address)
+        if self._advertise is None and ipaddress.ip_address(host).is_unspecified:
+            raise ConfigError(
+                f"{host} says nothing to a peer: set transfer.advertise to an address of this host"
+                " that its peers reach",
+                key="transfer.advertise",
+            )
         with self._lock:
             self._require_open()
         if host != self.host:
             raise UsageError(f"{address} is not on {self.host}, where this transport is open")
         before, self._on_connect = self._on_connect, on_connect
         try:
-            return format_address(host, self._engine.listen(self._accept, port))
+            port = self._engine.listen(self._accept, port)
         except KVPoolError:
             self._on_connect = before
             raise
+        if self._advertise is None:
+            return format_address(host, port)
+        self._require_reachable(self._advertise, port)
+        return format_address(self._advertise, port)
+
+    def _require_reachable(self, host: str, port: int) -> None:
+        """Connect to this process by the address that peers are told, as one of them would."""
+        require_trusted(host, trusted_network=True)
+        probe = self._probe = _Probe(new_incarnation())
+        try:
+            with UcxEngine(
+                host=self.host,
+                trusted_network=True,
+                incarnation=probe.incarnation,
+                endpoint_max=1,
+                library=self._library,
+            ) as peer:
+                peer.connect(host, port, PROBE_TIMEOUT_S, self.incarnation)
+            # Its slot is free again when this returns.
+            probe.over.wait(CLOSE_TIMEOUT_S)
+        except KVPoolError as error:
+            raise ConfigError(
+                f"peers that are told {format_address(host, port)} would not reach this process:"
+                f" {error}. Set transfer.advertise to an address of this host",
+                key="transfer.advertise",
+            ) from error
+        finally:
+            self._probe = None
 
     def connect(
         self, address: str, timeout_s: float, expected: Incarnation | None = None
@@ -222,7 +273,11 @@ class UcxTransport(Transport):
     # ---- the engine's thread ---------------------------------------------------------------------
 
     def _accept(self, connection: UcxConnection) -> None:
-        self._adopt(connection, self._welcomed)
+        probe = self._probe
+        if probe is not None and connection.peer == probe.incarnation:
+            connection.on_lost(lambda lost: probe.over.set())
+        else:
+            self._adopt(connection, self._welcomed)
 
     def _adopt(
         self,

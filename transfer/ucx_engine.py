@@ -11,7 +11,9 @@ default address is loopback, and any other needs ``trusted_network``.
 
 import logging
 import mmap
+import os
 import threading
+import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
@@ -127,6 +129,7 @@ class UcxEngine:
             host, endpoint_max, batch_max, heartbeat_interval_s, heartbeat_timeout_s, spin_s
         )
         self._engine: CData | None = engine
+        _engines.add(self)
         self._calls = Calls(self._wake)
         self._pump = threading.Thread(
             target=self._run, args=(engine,), name="kvpool-ucx-events", daemon=True
@@ -325,6 +328,11 @@ class UcxEngine:
     ) -> None:
         self.close()
 
+    def _after_fork(self) -> None:
+        """In a child: its parent's threads are not there, and whoever held the lock is not either."""
+        self._lock = threading.Lock()
+        self._engine = None
+
     # ---- for connections ----------------------------------------------------------------------
 
     def _live(self) -> "CData":
@@ -439,6 +447,18 @@ class UcxEngine:
         with self._lock:
             if self._engine is not None:
                 lib.kvp_ucx_release(self._engine, event.endpoint)
+
+
+# Those of this process, for its forked children, which must not use them.
+_engines: Final[weakref.WeakSet[UcxEngine]] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for engine in list(_engines):
+        engine._after_fork()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _guarded(call: Callable[..., None], *arguments: object) -> None:
