@@ -1,0 +1,1 @@
+"""The cluster simulator: discrete events over the Conductor's planner, and the papers' figures."""
