@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import math
+import os
 import shutil
 import signal
 import socket
@@ -40,6 +41,7 @@ from kvpool.integration.conductor.model import ModelText
 from kvpool.integration.process import leave
 from kvpool.integration.serve_options import ServeOptions, parse_arguments
 from kvpool.integration.supervisor import Supervisor
+from kvpool.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -102,9 +104,9 @@ def child_commands(options: ServeOptions, model: Path, run_dir: Path) -> dict[st
     """Return the command of each child process, in the order of their start."""
     runtime = options.runtime
     python = (sys.executable, "-m")
-    transport = ("--transport", options.transport)
+    common = ("--transport", options.transport, "--die-with", str(os.getpid()))
     dram = ("--dram", str(runtime.dram_bytes))
-    pool = ("--run-dir", str(run_dir), *dram, *transport, "--die-with-parent")
+    pool = ("--run-dir", str(run_dir), *dram, *common)
     shared = (
         *("--model", str(model)),
         *("--run-dir", str(run_dir)),
@@ -116,7 +118,7 @@ def child_commands(options: ServeOptions, model: Path, run_dir: Path) -> dict[st
         *("--chunk-tokens", str(runtime.chunk_tokens)),
         *("--running-max", str(runtime.running_max)),
         *("--threads", str(options.threads)),
-        *transport,
+        *common,
     )
 
     def worker(role: str, name: str) -> tuple[str, ...]:
@@ -196,10 +198,12 @@ async def serve(
         loop.add_signal_handler(number, stop.set)
     supervisor = Supervisor(child_commands(options, model, run_dir))
     links = {name: WorkerLink(name, f"unix:{run_dir / name}.sock") for name in options.workers}
+    metrics = Metrics()
     dispatcher = Dispatcher(
         [links[name] for name, role in options.workers.items() if role == "prefill"],
         [links[name] for name, role in options.workers.items() if role == "decode"],
         request_timeout_s=runtime.request_timeout_s,
+        sink=metrics,
     )
     pool_caller = AsyncCaller(f"unix:{run_dir / protocol.CONTROL_SOCKET}")
     pool = Heartbeat(POOL_NAME, lambda s: pool_caller.call(protocol.STATS, protocol.Done(), s))
@@ -219,7 +223,7 @@ async def serve(
             silence = [] if pool.alive else [f"process {POOL_NAME} does not answer"]
             return supervisor.problems() + silence
 
-        conductor = Conductor(dispatcher, text, problems)
+        conductor = Conductor(dispatcher, text, problems, metrics=metrics)
         http = _Http(create_app(conductor), listener)
         await http.start(runtime.start_timeout_s)
         print(_banner(runtime.host, listener.getsockname()[1], name), flush=True)

@@ -88,6 +88,14 @@ class PeerLost(Event):
     reason: str
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestResumed(Event):
+    """A request whose worker was lost goes on elsewhere, after ``tokens`` tokens of output."""
+
+    tokens: int
+    reason: str
+
+
 class EventSink(Protocol):
     """Where events go. ``emit`` must neither block nor raise."""
 

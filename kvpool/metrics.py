@@ -2,7 +2,8 @@
 
 Owns a registry of its own (never Prometheus's process-wide one). Names are
 ``kvpool_<wing>_<noun>_<unit>[_total]``; labels come from closed sets, never a hash or a request.
-Does not open ports. Who calls it: the server, which hands the registry to an exporter; ``docs/metrics.md`` must equal ``render_table()``.
+Does not open ports. Who calls it: the server, which hands the registry to an exporter, and the
+Conductor; ``docs/metrics.md`` must equal ``render_table()``.
 """
 
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from kvpool.events import (
     LayerComputed,
     LayerRead,
     PeerLost,
+    RequestResumed,
     SliceAnnounced,
     SliceArrived,
 )
@@ -30,6 +32,10 @@ SLOT_STATES: Final = ("free", "reserved", "ready", "quarantined")
 METHODS: Final = ("hello", "configure", "match", "lease", "report", "release", "store", "stats")
 ROLES: Final = ("prefill", "decode", "other")
 OUTCOMES: Final = ("ok", "refused", "failed", "cancelled")
+ROUTES: Final = ("chat", "completions")
+STATUSES: Final = ("200", "400", "404", "413", "499", "500", "503", "504", "other")
+# The one label without a list: the workers that ``/health`` names, as many as were started.
+WORKERS: Final = ()
 
 # Seconds, 100 us to 60 s: a control message costs about half a millisecond, a cold prompt seconds.
 _SECONDS: Final = (1e-4, 2.5e-4, 5e-4, 1e-3, 2.5e-3, 5e-3, 1e-2, 2.5e-2, 5e-2)
@@ -38,7 +44,10 @@ _BUCKETS: Final = (*_SECONDS, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Metric:
-    """One metric: its whole name, kind, labels with every value they may have, and meaning."""
+    """One metric: its whole name, kind, labels with every value they may have, and meaning.
+
+    A label without a list of values takes the names of the deployment's own workers.
+    """
 
     name: str
     kind: Kind
@@ -107,6 +116,56 @@ METRICS: Final = (
         role=ROLES,
     ),
     _metric("histogram", "kvpool_runtime_layer_seconds", "Time to compute one layer of a chunk."),
+    _metric(
+        "counter",
+        "kvpool_conductor_requests_total",
+        "Requests that ended, by HTTP status; 499 is a client that went away.",
+        route=ROUTES,
+        outcome=STATUSES,
+    ),
+    _metric(
+        "counter",
+        "kvpool_conductor_tokens_total",
+        "Tokens of prompts, of them those found in the pool, and tokens of outputs.",
+        kind=("prompt", "cached", "output"),
+    ),
+    _metric(
+        "counter",
+        "kvpool_conductor_resumed_requests_total",
+        "Times that a request went on elsewhere because a worker was lost.",
+    ),
+    _metric(
+        "histogram",
+        "kvpool_conductor_first_token_seconds",
+        "From a request's arrival to its first token.",
+    ),
+    _metric("gauge", "kvpool_conductor_worker_up_count", "1 if it answers.", worker=WORKERS),
+    _metric(
+        "gauge",
+        "kvpool_conductor_worker_request_count",
+        "Requests of a worker: those that run, of them those parked in DRAM, and those that wait.",
+        worker=WORKERS,
+        state=("running", "parked", "waiting"),
+    ),
+    _metric(
+        "gauge",
+        "kvpool_conductor_worker_block_count",
+        "Blocks of a worker's gpu tier.",
+        worker=WORKERS,
+        state=("all", "free"),
+    ),
+    _metric(
+        "gauge",
+        "kvpool_conductor_worker_forward_count",
+        "Forward passes since the worker started.",
+        worker=WORKERS,
+    ),
+    _metric(
+        "gauge",
+        "kvpool_conductor_worker_park_count",
+        "Requests parked since the worker started.",
+        worker=WORKERS,
+    ),
 )
 
 
@@ -114,7 +173,9 @@ def render_table() -> str:
     """Return the table of ``docs/metrics.md``, one line a metric, in Markdown."""
     lines = ["| metric | kind | labels | meaning |", "|---|---|---|---|"]
     for metric in METRICS:
-        labels = "; ".join(f"`{name}`: {', '.join(v)}" for name, v in metric.labels.items())
+        labels = "; ".join(
+            f"`{name}`: {', '.join(values) or 'its name'}" for name, values in metric.labels.items()
+        )
         lines.append(f"| `{metric.name}` | {metric.kind} | {labels} | {metric.meaning} |")
     return "\n".join(lines) + "\n"
 
@@ -184,6 +245,8 @@ class Metrics:
             tier = self._known(name, "tier", event.tier)
             self.count(name, tier=tier, reason=self._known(name, "reason", event.reason))
             self.count("kvpool_tiers_evicted_bytes_total", event.size_bytes, tier=tier)
+        elif isinstance(event, RequestResumed):
+            self.count("kvpool_conductor_resumed_requests_total")
         elif isinstance(event, PeerLost):
             name = "kvpool_transfer_lost_peers_total"
             self.count(name, peer=self._known(name, "peer", event.peer))
@@ -205,6 +268,6 @@ class Metrics:
         if set(labels) != set(spec.labels):
             raise UsageError(f"{name} has labels {list(spec.labels)}, not {list(labels)}")
         for label, allowed in spec.labels.items():
-            if labels[label] not in allowed:
+            if allowed and labels[label] not in allowed:
                 raise UsageError(f"{name}: {label} is {labels[label]!r}, not one of {allowed}")
         return tuple(labels[label] for label in spec.labels)

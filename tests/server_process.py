@@ -24,7 +24,7 @@ class ServerProcess:
         self.flags = flags
         self.process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "kvpool.server.main", "--die-with-parent"),
+                *(sys.executable, "-m", "kvpool.server.main", "--die-with", str(os.getpid())),
                 *("--run-dir", str(run_dir), "--dram", str(dram_bytes), *flags),
             ],
             stdout=subprocess.PIPE,

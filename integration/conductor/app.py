@@ -40,6 +40,7 @@ from kvpool.integration.conductor.schemas import (
     parse,
 )
 from kvpool.integration.conductor.turn import Prompt, Turn, TurnResponse
+from kvpool.metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class Conductor:
         model: The model's text side.
         supervised: Says what the launcher knows to be wrong, for ``/health``; empty if all is well.
         limits: What one client may ask.
+        metrics: Where it counts; the dispatcher's sink, if it has one, is the same.
     """
 
     def __init__(
@@ -62,10 +64,11 @@ class Conductor:
         model: ModelText,
         supervised: Callable[[], list[str]] = list,
         limits: HttpLimits | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
         self.dispatcher = dispatcher
         self.model = model
-        self.metrics = ConductorMetrics(dispatcher)
+        self.metrics = ConductorMetrics(metrics or Metrics())
         self.created = int(time.time())
         self.active = 0
         self._limits = limits or HttpLimits()
@@ -88,7 +91,7 @@ class Conductor:
         try:
             self._admit()
         except HttpError:
-            self.metrics.requests.labels(route, "503").inc()
+            self.metrics.ended(route, "503")
             raise
         outcome: str | None = "500"
         turn: Turn | None = None
@@ -219,7 +222,7 @@ class Conductor:
     def _released(self, route: str, outcome: str) -> None:
         """Count one request that ended."""
         self.active -= 1
-        self.metrics.requests.labels(route, outcome).inc()
+        self.metrics.ended(route, outcome)
 
 
 def create_app(conductor: Conductor) -> FastAPI:
@@ -339,4 +342,7 @@ def _add_probes(app: FastAPI, conductor: Conductor) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        return Response(conductor.metrics.render(), media_type="text/plain; version=0.0.4")
+        return Response(
+            conductor.metrics.render(conductor.dispatcher.links),
+            media_type="text/plain; version=0.0.4",
+        )

@@ -21,6 +21,7 @@ from kvpool.errors import (
     PeerUnreachableError,
     UnavailableError,
 )
+from kvpool.events import EventSink, NullSink, RequestResumed
 from kvpool.integration.conductor.links import WorkerLink, least_loaded
 from kvpool.integration.runtime.handoff import (
     PREFILL,
@@ -79,9 +80,7 @@ class Dispatcher:
         prefill, decode: Links to the workers, at least one each. Closed by ``close``.
         request_timeout_s: Longest life of a request, all its attempts together.
         recovery_timeout_s: How long a request waits for a worker while none is up.
-
-    Attributes:
-        retries: Attempts after the first one, over all requests.
+        sink: Takes RequestResumed.
     """
 
     def __init__(
@@ -91,10 +90,11 @@ class Dispatcher:
         *,
         request_timeout_s: float = 600.0,
         recovery_timeout_s: float = 60.0,
+        sink: EventSink | None = None,
     ) -> None:
         self.prefill = tuple(prefill)
         self.decode = tuple(decode)
-        self.retries = 0
+        self._sink = NullSink() if sink is None else sink
         self._request_timeout_s = request_timeout_s
         self._recovery_timeout_s = recovery_timeout_s
         self._watchers: list[asyncio.Task[None]] = []
@@ -145,7 +145,7 @@ class Dispatcher:
                 if not _may_retry(error, attempts, deadline):
                     raise
                 logger.warning("a request of %d tokens so far goes on: %s", len(output), error)
-                self.retries += 1
+                self._sink.emit(RequestResumed(tokens=len(output), reason=type(error).__name__))
                 await asyncio.gather(*(link.suspect() for link in used.values() if link.alive))
         yield Produced(finish_reason="length")  # only why it ended was lost
 

@@ -1,76 +1,62 @@
-"""The Conductor's metrics, in a registry of its own.
+"""What the Conductor counts, and its view of the workers, as metrics.
 
-Owns the metric names of this process. Labels come from closed sets. Who calls it: the app.
+Owns no name: those are in ``kvpool/metrics.py``. Who calls it: the app.
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
-
-from kvpool.integration.conductor.dispatch import Dispatcher
-
-_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+from kvpool.integration.conductor.links import WorkerLink
+from kvpool.metrics import STATUSES, Metrics
 
 
-class ConductorMetrics(Collector):
-    """Counts requests, tokens and latencies; reads the workers' gauges when scraped.
+class ConductorMetrics:
+    """Counts requests, tokens and latencies.
 
     Args:
-        dispatcher: Whose retries and workers are shown.
+        metrics: Where they are counted.
     """
 
-    def __init__(self, dispatcher: Dispatcher) -> None:
-        self.registry = CollectorRegistry()
-        self.requests = Counter(
-            "kvpool_conductor_requests",
-            "Requests answered",
-            ["route", "outcome"],
-            registry=self.registry,
-        )
-        self.tokens = Counter(
-            "kvpool_conductor_tokens",
-            "Tokens of prompts, of prompts found in the pool, and of outputs",
-            ["kind"],
-            registry=self.registry,
-        )
-        self.first_token = Histogram(
-            "kvpool_conductor_first_token_seconds",
-            "From a request's arrival to its first token",
-            buckets=_SECONDS,
-            registry=self.registry,
-        )
-        self._dispatcher = dispatcher
-        self.registry.register(self)
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
 
-    def collect(self) -> Iterator[Metric]:
-        """Yield the workers' gauges. Called by the registry."""
-        retries = CounterMetricFamily(
-            "kvpool_conductor_retries", "Requests tried again because a worker was lost"
-        )
-        retries.add_metric([], self._dispatcher.retries)
-        yield retries
-        up = GaugeMetricFamily("kvpool_worker_up", "1 if the worker answers", labels=["worker"])
-        for link in self._dispatcher.links:
-            up.add_metric([link.name], 1.0 if link.alive else 0.0)
-        yield up
-        fields = {
-            "running": "Requests running",
-            "waiting": "Requests that wait for room",
-            "blocks": "Blocks of the gpu tier's arena",
-            "blocks_free": "Blocks of it that are free",
-            "forwards": "Forward passes since the worker started",
-            "parked": "Requests parked in DRAM until there are blocks",
-            "parks": "Requests parked since the worker started",
+    def ended(self, route: str, status: str) -> None:
+        """Count a request that ended with an HTTP status."""
+        outcome = status if status in STATUSES else "other"
+        self._metrics.count("kvpool_conductor_requests_total", route=route, outcome=outcome)
+
+    def tokens(self, *, prompt: int, cached: int, output: int) -> None:
+        """Count the tokens of a request."""
+        for kind, count in (("prompt", prompt), ("cached", cached), ("output", output)):
+            self._metrics.count("kvpool_conductor_tokens_total", count, kind=kind)
+
+    def first_token(self, seconds: float) -> None:
+        """Take the time from a request's arrival to its first token."""
+        self._metrics.observe("kvpool_conductor_first_token_seconds", seconds)
+
+    def render(self, links: Sequence[WorkerLink]) -> bytes:
+        """Return everything in the Prometheus text format, the workers as they are now."""
+        for link in links:
+            self._worker(link)
+        return self._metrics.expose()
+
+    def _worker(self, link: WorkerLink) -> None:
+        up, status = float(link.alive), link.status
+        self._metrics.set("kvpool_conductor_worker_up_count", up, worker=link.name)
+        if status is None:
+            return
+        by_state = {
+            "kvpool_conductor_worker_request_count": {
+                "running": status.running,
+                "parked": status.parked,
+                "waiting": status.waiting,
+            },
+            "kvpool_conductor_worker_block_count": {
+                "all": status.blocks,
+                "free": status.blocks_free,
+            },
         }
-        for name, text in fields.items():
-            gauge = GaugeMetricFamily(f"kvpool_worker_{name}", text, labels=["worker"])
-            for link in self._dispatcher.links:
-                if link.status is not None:
-                    gauge.add_metric([link.name], float(getattr(link.status, name)))
-            yield gauge
-
-    def render(self) -> bytes:
-        """Return everything in the Prometheus text format."""
-        return generate_latest(self.registry)
+        for name, states in by_state.items():
+            for state, count in states.items():
+                self._metrics.set(name, count, worker=link.name, state=state)
+        for name, count in (("forward", status.forwards), ("park", status.parks)):
+            self._metrics.set(f"kvpool_conductor_worker_{name}_count", count, worker=link.name)

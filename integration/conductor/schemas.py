@@ -5,6 +5,7 @@ supported is refused, never ignored; other unknown fields are ignored. Who calls
 app and its model.
 """
 
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Final, Literal, Self, TypeVar
 
@@ -219,9 +220,9 @@ class GenerationRequest(Body):
         """How many outputs each prompt gets."""
         return self.n or 1
 
+    @abstractmethod
     def alternatives(self) -> int | None:
         """How many of the likeliest tokens are to be told; None if no logprobs are."""
-        raise NotImplementedError
 
 
 class ChatRequest(GenerationRequest, ChatInput):

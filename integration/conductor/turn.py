@@ -108,9 +108,11 @@ class Turn:
         self._ended = True
         self._fanout.close()
         outputs = [choice.output for choice in self._choices]
-        self._metrics.tokens.labels("prompt").inc(self._prompt_tokens)
-        self._metrics.tokens.labels("cached").inc(self._cached_tokens())
-        self._metrics.tokens.labels("output").inc(sum(output.tokens for output in outputs))
+        self._metrics.tokens(
+            prompt=self._prompt_tokens,
+            cached=self._cached_tokens(),
+            output=sum(output.tokens for output in outputs),
+        )
         self._on_end(outcome)
 
     async def whole(self) -> dict[str, object]:
@@ -175,7 +177,7 @@ class Turn:
         choice.began.set()
         output = choice.output
         if not output.tokens and step.token is not None:
-            self._metrics.first_token.observe(time.monotonic() - self._began)
+            self._metrics.first_token(time.monotonic() - self._began)
         added = output.push(step)
         ended = output.finish_reason is not None
         if ended:

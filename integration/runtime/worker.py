@@ -8,6 +8,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
@@ -62,6 +63,7 @@ class WorkerConfig:
         threads: Threads that compute.
         trace: File that events are written to, or None.
         transport: How bytes come and go; the same in all processes of one ``kvpool-serve``.
+        launcher: The process that starts it and without which it ends, or None.
     """
 
     name: str
@@ -72,6 +74,7 @@ class WorkerConfig:
     threads: int = 1
     trace: Path | None = None
     transport: TransportKind = "host"
+    launcher: int | None = None
 
     @property
     def address(self) -> str:
@@ -104,6 +107,7 @@ def parse_arguments(role: Role, argv: Sequence[str] | None) -> WorkerConfig:
     parser.add_argument("--threads", type=int, default=1, help="threads that compute")
     parser.add_argument("--trace", type=Path, help="write events to this file")
     parser.add_argument("--transport", choices=TRANSPORT_KINDS, default="host")
+    parser.add_argument("--die-with", type=int, metavar="PID", help="the process that starts it")
     options = parser.parse_args(argv)
     if options.threads < 1:
         raise ConfigError(f"threads is {options.threads}: use 1 or more", key="threads")
@@ -124,6 +128,7 @@ def parse_arguments(role: Role, argv: Sequence[str] | None) -> WorkerConfig:
         threads=options.threads,
         trace=options.trace,
         transport=options.transport,
+        launcher=options.die_with,
     )
 
 
@@ -328,7 +333,10 @@ def run(role: Role, make: Callable[[Parts], Served], argv: Sequence[str] | None)
     lib.kvp_die_with_parent(signal.SIGKILL)
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {role} %(levelname)s %(message)s")
     try:
-        asyncio.run(serve(parse_arguments(role, argv), role, make))
+        config = parse_arguments(role, argv)
+        if config.launcher not in (None, os.getppid()):
+            return 1  # it died before the kernel was asked
+        asyncio.run(serve(config, role, make))
         leave(0)
     except UsageError as error:
         print(f"{role} worker: {error}", file=sys.stderr)

@@ -62,7 +62,11 @@ class Method(Generic[Request, Reply]):
 
 
 def _encode(message: msgspec.Struct) -> bytes:
-    return msgspec.msgpack.encode(message)
+    """Encode a message, here and not in gRPC's hands, which would hide why it cannot be."""
+    try:
+        return msgspec.msgpack.encode(message)
+    except (TypeError, ValueError, OverflowError) as error:  # UnicodeEncodeError is a ValueError
+        raise InternalError(f"a {type(message).__name__} cannot be encoded: {error}") from error
 
 
 def _decoder(kind: type[Reply]) -> Callable[[bytes], Reply]:
@@ -108,9 +112,9 @@ class Caller:
 
     def call(self, method: Method[Request, Reply], request: Request, timeout_s: float) -> Reply:
         """Call a unary method. Raises the typed error of the other side, or UnavailableError."""
+        encoded = _encode(request)
         try:
-            bound = self._channel.unary_unary(method.path, request_serializer=_encode)
-            payload: bytes = bound(request, timeout=timeout_s)
+            payload: bytes = self._channel.unary_unary(method.path)(encoded, timeout=timeout_s)
         except grpc.RpcError as error:
             raise typed_error(error) from error
         except ValueError as error:  # what gRPC raises for a closed channel
@@ -132,9 +136,10 @@ class AsyncCaller:
         self, method: Method[Request, Reply], request: Request, timeout_s: float
     ) -> Reply:
         """Call a unary method. Cancelling the task cancels the call at the other side."""
-        bound = self._channel.unary_unary(method.path, request_serializer=_encode)
+        bound = self._channel.unary_unary(method.path)
+        encoded = _encode(request)
         try:
-            payload: bytes = await bound(request, timeout=timeout_s)
+            payload: bytes = await bound(encoded, timeout=timeout_s)
         except grpc.RpcError as error:
             raise typed_error(error) from error
         return _decoder(method.reply)(payload)
@@ -143,9 +148,8 @@ class AsyncCaller:
         self, method: Method[Request, Reply], request: Request, timeout_s: float
     ) -> AsyncGenerator[Reply]:
         """Call a streaming method. Closing the iterator cancels the call at the other side."""
-        bound = self._channel.unary_stream(method.path, request_serializer=_encode)
         decode = _decoder(method.reply)
-        call = bound(request, timeout=timeout_s)
+        call = self._channel.unary_stream(method.path)(_encode(request), timeout=timeout_s)
         try:
             async for payload in call:
                 yield decode(payload)
@@ -182,13 +186,9 @@ class Service:
         """Serve a method. Call before ``start``."""
         decode = _decoder(method.request)
         if method.streams:
-            made = grpc.unary_stream_rpc_method_handler(
-                _guard_stream(decode, handler), response_serializer=_encode
-            )
+            made = grpc.unary_stream_rpc_method_handler(_guard_stream(decode, handler))
         else:
-            made = grpc.unary_unary_rpc_method_handler(
-                _guard_unary(decode, handler), response_serializer=_encode
-            )
+            made = grpc.unary_unary_rpc_method_handler(_guard_unary(decode, handler))
         self._handlers.setdefault(f"kvpool.{method.service}", {})[method.name] = made
 
     async def start(self, address: str) -> None:
@@ -215,7 +215,7 @@ async def _abort(context: Any, error: KVPoolError) -> None:
 def _guard_unary(decode: Callable[[bytes], Any], handler: Any) -> Any:
     async def guarded(payload: bytes, context: Any) -> Any:
         try:
-            return await handler(decode(payload))
+            return _encode(await handler(decode(payload)))
         except KVPoolError as error:
             await _abort(context, error)
         except Exception as error:
@@ -231,7 +231,7 @@ def _guard_stream(decode: Callable[[bytes], Any], handler: Any) -> Any:
         try:
             async with aclosing(handler(decode(payload))) as replies:
                 async for reply in replies:
-                    yield reply
+                    yield _encode(reply)
         except KVPoolError as error:
             await _abort(context, error)
         except Exception as error:

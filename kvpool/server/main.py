@@ -74,7 +74,7 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--metrics-port", type=int, default=0, help="loopback port for Prometheus; 0: none"
     )
     parser.add_argument(
-        "--die-with-parent", action="store_true", help="stop when the starting process dies"
+        "--die-with", type=int, metavar="PID", help="stop when this process, the parent, dies"
     )
     parser.add_argument("--trace", type=Path, help="file to append events to, one JSON a line")
     parser.add_argument(
@@ -86,15 +86,14 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a server until SIGTERM or SIGINT; return the exit status."""
     arguments = _arguments(argv)
-    parent = os.getppid()
     logging.basicConfig(
         level=arguments.log_level.upper(), format="kvpool-server %(levelname)s %(message)s"
     )
     os.umask(0o077)
     try:
-        if arguments.die_with_parent:
+        if arguments.die_with:
             lib.kvp_die_with_parent(signal.SIGTERM)
-            if os.getppid() != parent:  # it died before the kernel was asked
+            if os.getppid() != arguments.die_with:  # it died before the kernel was asked
                 return 1
         with RunDir(arguments.run_dir) as run_dir:
             config = ServerConfig(

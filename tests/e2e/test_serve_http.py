@@ -302,5 +302,5 @@ def test_models_health_metrics(served: ServeProcess) -> None:
     assert served.http.get("/health").json()["status"] == "ok"
     served.complete("Count me", max_tokens=1)
     text = served.http.get("/metrics").text
-    assert 'kvpool_worker_up{worker="d0"} 1.0' in text
+    assert 'kvpool_conductor_worker_up_count{worker="d0"} 1.0' in text
     assert 'kvpool_conductor_requests_total{outcome="200",route="completions"}' in text

@@ -92,9 +92,9 @@ def test_health_and_metrics_speak_of_each_worker(served: ServeProcess, start: Ho
     assert served.http.get("/health").json()["workers"] == dict.fromkeys(names, "up")
     metrics = served.http.get("/metrics").text
     for name in names:
-        assert f'kvpool_worker_up{{worker="{name}"}} 1.0' in metrics
-        assert f'kvpool_worker_blocks{{worker="{name}"}} {BLOCKS}.0' in metrics
-        assert f'kvpool_worker_parks{{worker="{name}"}}' in metrics
+        assert f'kvpool_conductor_worker_up_count{{worker="{name}"}} 1.0' in metrics
+        assert f'worker_block_count{{state="all",worker="{name}"}} {BLOCKS}.0' in metrics
+        assert f'kvpool_conductor_worker_park_count{{worker="{name}"}}' in metrics
 
 
 def test_a_worker_that_stays_stopped_is_killed_and_another_serves_meanwhile(

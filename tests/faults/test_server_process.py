@@ -67,7 +67,7 @@ def test_a_folder_that_was_there_stays(run_dir: Path) -> None:
 
 
 def test_a_fresh_folder_is_made_said_and_removed() -> None:
-    command = [sys.executable, "-m", "kvpool.server.main", "--die-with-parent"]
+    command = [sys.executable, "-m", "kvpool.server.main", "--die-with", str(os.getpid())]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         assert server.stdout is not None
         folder = Path(server.stdout.readline().removeprefix("kvpool-server ready in ").strip())
@@ -75,6 +75,21 @@ def test_a_fresh_folder_is_made_said_and_removed() -> None:
         server.send_signal(signal.SIGINT)
         assert server.wait(WAIT_S) == 0
     assert not folder.exists()
+
+
+@pytest.mark.parametrize("module", ["server.main", "integration.runtime.decode"])
+def test_who_starts_after_its_launcher_died_ends(run_dir: Path, module: str) -> None:
+    worker = () if module == "server.main" else ("--model", str(run_dir), "--name", "w0")
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", f"kvpool.{module}", "--die-with", "1", *worker),
+            *("--run-dir", str(run_dir)),
+        ],
+        check=False,
+        capture_output=True,
+        timeout=WAIT_S,
+    )
+    assert (ended.returncode, ended.stdout, ended.stderr) == (1, b"", b"")
 
 
 def test_what_a_killed_server_left_is_replaced(run_dir: Path) -> None:

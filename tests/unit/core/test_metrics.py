@@ -4,12 +4,12 @@ from pathlib import Path
 import pytest
 
 from kvpool.errors import UsageError
-from kvpool.events import BlockEvicted, ForwardRan, PeerLost, SliceAnnounced
+from kvpool.events import BlockEvicted, ForwardRan, PeerLost, RequestResumed, SliceAnnounced
 from kvpool.metrics import METRICS, Metrics, render_table
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
 UNITS = {
-    "counter": ("blocks", "bytes", "peers", "stores", "passes", "tokens"),
+    "counter": ("blocks", "bytes", "peers", "stores", "passes", "tokens", "requests"),
     "gauge": ("count", "bytes"),
     "histogram": ("seconds", "bytes"),
 }
@@ -23,7 +23,7 @@ def test_names_carry_wing_noun_unit_and_total() -> None:
     for metric in METRICS:
         units = "|".join(UNITS[metric.kind])
         tail = "_total" if metric.kind == "counter" else ""
-        wings = "tiers|transfer|index|server|runtime"
+        wings = "tiers|transfer|index|server|runtime|conductor"
         pattern = rf"kvpool_({wings})_([a-z]+_)*({units}){tail}"
         assert re.fullmatch(pattern, metric.name), metric.name
     assert len({metric.name for metric in METRICS}) == len(METRICS)
@@ -50,6 +50,7 @@ def test_events_are_counted() -> None:
         BlockEvicted(tier="dram", reason="capacity", size_bytes=7),
         BlockEvicted(tier="dram", reason="a new one", size_bytes=1),
         PeerLost(peer="someone", reason="gone"),
+        RequestResumed(tokens=3, reason="PeerUnreachableError"),
     ):
         metrics.emit(event)
     shown = metrics.expose().decode()
@@ -57,6 +58,7 @@ def test_events_are_counted() -> None:
     assert 'kvpool_runtime_forward_tokens_total{role="decode"} 5.0' in shown
     assert 'kvpool_transfer_slice_blocks_total{direction="announced"} 4.0' in shown
     assert "kvpool_transfer_staged_bytes_total 100.0" in shown
+    assert "kvpool_conductor_resumed_requests_total 1.0" in shown
     assert 'kvpool_tiers_evicted_bytes_total{tier="dram"} 8.0' in shown
     assert 'kvpool_transfer_lost_peers_total{peer="other"} 1.0' in shown
 
