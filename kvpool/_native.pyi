@@ -65,6 +65,7 @@ class UcxEvent(CData):
     cookie: int
     inbox_offset: int
     peer_inbox_bytes: int
+    good: int
     peer: CData
     note_size: int
     note: CData
@@ -139,6 +140,7 @@ class Lib:
     KVP_CLOSED: Final = 8
     KVP_TIMEOUT: Final = 9
     KVP_PEER: Final = 10
+    KVP_CANCELLED: Final = 11
 
     KVP_ARENA_PIN: Final = 0
     KVP_ARENA_UNPIN: Final = 1
@@ -152,6 +154,7 @@ class Lib:
     KVP_UCX_ARRIVED: Final = 2
     KVP_UCX_BATCH: Final = 3
     KVP_UCX_CLOSED: Final = 4
+    KVP_UCX_READ: Final = 5
 
     # hash.c
     def kvp_sha256(self, data: CData | bytes, size: int, digest: CData, /) -> None: ...
@@ -357,6 +360,23 @@ class Lib:
         cookie: int,
         /,
     ) -> int: ...
+    def kvp_ucx_register(self, engine: CData, region: CData, number: CData, /) -> int: ...
+    def kvp_ucx_read(
+        self,
+        engine: CData,
+        endpoint: int,
+        job: CData,
+        timeout_ns: int,
+        cookie: int,
+        read: CData,
+        /,
+    ) -> int: ...
+    def kvp_ucx_cancel(self, engine: CData, read: int, /) -> None: ...
+    def kvp_ucx_end_reads(self, engine: CData, endpoint: int, /) -> None: ...
+    def kvp_ucx_window_bytes(self, engine: CData, /) -> int: ...
+    def kvp_ucx_windows(
+        self, engine: CData, endpoint: int, free: CData, owed: CData, /
+    ) -> None: ...
     def kvp_ucx_next_event(self, engine: CData, timeout_ns: int, event: CData, /) -> int: ...
     def kvp_ucx_release(self, engine: CData, endpoint: int, /) -> int: ...
     def kvp_ucx_stop_events(self, engine: CData, /) -> None: ...

@@ -166,6 +166,10 @@ class Arena:
         arena = self._open()
         return lib.kvp_arena_fd(arena)
 
+    def native(self) -> "CData":
+        """Return the ``kvp_arena``; who keeps it keeps the memory. Raises ClosedError."""
+        return self._open()
+
     def reserve(self) -> Slot:
         """Take a free slot. Raises CapacityError if there is none."""
         taken = self.reserve_some(1)

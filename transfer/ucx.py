@@ -22,16 +22,14 @@ from kvpool.arena import Arena
 from kvpool.block import Incarnation, new_incarnation
 from kvpool.completion import Deadline
 from kvpool.errors import ClosedError, ConfigError, KVPoolError, PeerUnreachableError, UsageError
-from kvpool.memory import BlockView, Span
+from kvpool.memory import Span
 from kvpool.transfer.base import Endpoint, RegionDescriptor, Transport
 from kvpool.transfer.endpoint import CLOSE_TIMEOUT_S, REGIONS_MAX
-from kvpool.transfer.engine import CopyEngine
-from kvpool.transfer.ucx_answers import PUT_TIMEOUT_S
 from kvpool.transfer.ucx_connection import UcxConnection
 from kvpool.transfer.ucx_endpoint import UcxEndpoint
 from kvpool.transfer.ucx_engine import UcxEngine
 from kvpool.transfer.ucx_library import require_trusted
-from kvpool.transfer.ucx_wire import ASKS_MAX, Offer
+from kvpool.transfer.ucx_wire import ASKS_MAX, PUT_TIMEOUT_S, Offer
 
 logger = logging.getLogger(__name__)
 
@@ -44,8 +42,9 @@ ENDPOINTS_MAX: Final = 64
 HEARTBEAT_TIMEOUT_S: Final = PUT_TIMEOUT_S
 # Longest wait for our own answer at an address that peers are to be told.
 PROBE_TIMEOUT_S: Final = 5.0
-# Puts and notes in flight, all connections.
+# Puts and notes in flight, all connections; and reads.
 _BATCHES_MAX: Final = 1024
+READS_MAX: Final = 1024
 
 
 class _Probe:
@@ -82,7 +81,7 @@ class UcxTransport(Transport):
     """See ``Transport``. Addresses are "ucx://HOST:PORT"; port 0 takes a free one.
 
     Args:
-        name: Names the threads that copy.
+        name: Names the thread that callbacks run on.
         host: Numeric address to listen on and connect from; decides device and family.
         trusted_network: Whether everybody who can reach ``host`` may write to this process's
             memory. Needed for anything but loopback.
@@ -91,7 +90,7 @@ class UcxTransport(Transport):
         inbox_bytes: Of one connection: what may be on its way to us. A layer of a block has to fit
             an eighth of it. Memory is taken when it is used.
         endpoint_max: Connections, those that are just ending included. More are refused.
-        copy_threads: Threads that copy out of the inbox, without the GIL.
+        copy_threads: Threads that copy what is read out of the inbox, the progress thread included.
         heartbeat_interval_s, heartbeat_timeout_s, library: As for ``UcxEngine``.
 
     Raises:
@@ -128,7 +127,7 @@ class UcxTransport(Transport):
             )
         self._inbox = _reserve(self._part * endpoint_max)
         self._lock = threading.Lock()
-        self._regions: list[tuple[Offer, Arena, BlockView]] = []
+        self._regions: list[Offer] = []
         self._endpoints: set[UcxEndpoint] = set()
         self._on_connect: Callable[[Endpoint], None] | None = None
         self._closed = False
@@ -141,12 +140,13 @@ class UcxTransport(Transport):
             incarnation=self.incarnation,
             endpoint_max=endpoint_max,
             batch_max=_BATCHES_MAX,
+            read_max=READS_MAX,
+            copy_threads=copy_threads,
+            answer_timeout_s=PUT_TIMEOUT_S,
             heartbeat_interval_s=heartbeat_interval_s,
             heartbeat_timeout_s=heartbeat_timeout_s,
             library=library,
-        )
-        self._copies = CopyEngine(
-            f"{name}-copy", threads=copy_threads, reads_max=endpoint_max * ASKS_MAX
+            name=name,
         )
 
     def register(self, arena: Arena) -> RegionDescriptor:
@@ -156,12 +156,12 @@ class UcxTransport(Transport):
         layout = arena.layout
         with self._lock:
             self._require_open()
-            number = len(self._regions)
-            if number >= REGIONS_MAX:
+            if len(self._regions) >= REGIONS_MAX:
                 raise UsageError(f"{REGIONS_MAX} regions are registered: share one arena")
-            offer = Offer(number, arena.slot_count, layout.block_bytes, layout.crc_count)
-            # The view keeps the memory: the arena may be closed before the transport.
-            self._regions.append((offer, arena, arena.view([])))
+            number = self._engine.register(arena)
+            self._regions.append(
+                Offer(number, arena.slot_count, layout.block_bytes, layout.crc_count)
+            )
         self._engine.post(self._tell_regions)
         return RegionDescriptor(self.incarnation, number, arena.slot_count, layout.block_bytes)
 
@@ -262,7 +262,6 @@ class UcxTransport(Transport):
         for endpoint in endpoints:
             endpoint.wait_drained(deadline.remaining_s())
         self._engine.close()
-        self._copies.close()
         with self._lock:
             self._regions = []
 
@@ -287,14 +286,12 @@ class UcxTransport(Transport):
         endpoint = UcxEndpoint(
             connection,
             self._engine,
-            self._copies,
-            region=self._region,
             on_welcome=on_welcome,
             on_drained=self._forget,
         )
         with self._lock:
             self._endpoints.add(endpoint)
-            offers = [offer for offer, _, _ in self._regions]
+            offers = list(self._regions)
             closed = self._closed
         endpoint.start(offers)
         if closed:
@@ -313,17 +310,10 @@ class UcxTransport(Transport):
         assert inbox is not None
         self._inbox.madvise(mmap.MADV_DONTNEED, inbox.address - self._inbox_address, inbox.size)
 
-    def _region(self, number: int) -> tuple[Arena, BlockView] | None:
-        with self._lock:
-            if number >= len(self._regions):
-                return None
-            _, arena, memory = self._regions[number]
-            return arena, memory
-
     def _tell_regions(self) -> None:
         with self._lock:
             endpoints = list(self._endpoints)
-            offers = [offer for offer, _, _ in self._regions]
+            offers = list(self._regions)
         for endpoint in endpoints:
             endpoint.tell_regions(offers)
 

@@ -1,8 +1,8 @@
 """One endpoint over UCX: notifications and reads, made of notes and puts.
 
-Owns what the two sides say to each other on one connection, and its end. A read of one side is a
-put of the other (``ucx_reads``, ``ucx_answers``). Who calls it: ``transfer/ucx.py``, on whose
-engine's thread everything here runs that is not an operation of a caller.
+Owns what the two sides say to each other on one connection, and its end. Reads are the engine's
+(``ucx_reads``). Who calls it: ``transfer/ucx.py``, on whose engine's thread everything here runs that
+is not an operation of a caller.
 """
 
 import logging
@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvpool.arena import Arena
 from kvpool.block import BlockLayout
 from kvpool.completion import Completion, Deadline
 from kvpool.errors import (
@@ -26,16 +25,12 @@ from kvpool.errors import (
 from kvpool.memory import BlockView, Crcs, Span
 from kvpool.transfer.base import RegionDescriptor, RemoteSlots
 from kvpool.transfer.endpoint import CLOSE_TIMEOUT_S, LinkedEndpoint, require_notification
-from kvpool.transfer.engine import CopyEngine
-from kvpool.transfer.ucx_answers import PUT_TIMEOUT_S, Answers
 from kvpool.transfer.ucx_connection import UcxConnection
-from kvpool.transfer.ucx_cuts import BlockJob, PeerRegion, SpanJob
 from kvpool.transfer.ucx_engine import UcxEngine
-from kvpool.transfer.ucx_reads import Reads
+from kvpool.transfer.ucx_reads import PeerRegion, Reads, block_job, span_job
 from kvpool.transfer.ucx_wire import (
     PROTOCOL_VERSION,
-    Answer,
-    Ask,
+    PUT_TIMEOUT_S,
     Bye,
     Message,
     Offer,
@@ -64,8 +59,6 @@ class UcxEndpoint(LinkedEndpoint):
     Args:
         connection: Open. The endpoint takes its notes and its end over.
         engine: Of the connection.
-        copies: Copies out of the inbox.
-        region: Returns an arena of ours by the number of its region, and a view of its memory.
         on_welcome: Called once, when the peer has told of its regions.
         on_drained: Called once at the end, when nobody writes into the inbox part any more.
     """
@@ -74,9 +67,7 @@ class UcxEndpoint(LinkedEndpoint):
         self,
         connection: UcxConnection,
         engine: UcxEngine,
-        copies: CopyEngine,
         *,
-        region: Callable[[int], tuple[Arena, BlockView] | None],
         on_welcome: Callable[["UcxEndpoint"], None],
         on_drained: Callable[["UcxEndpoint"], None],
     ) -> None:
@@ -97,8 +88,7 @@ class UcxEndpoint(LinkedEndpoint):
         # The engine's thread alone: notifications that wait for the callback, and those handed on.
         self._notes: deque[bytes] = deque()
         self._taken = 0
-        self._reads = Reads(connection.inbox, self._say, copies, engine.post, engine.call_later)
-        self._answers = Answers(connection, region, engine.call_later)
+        self._reads = Reads(engine, connection.id, self.lose)
 
     def start(self, ours: Sequence[Offer]) -> None:
         """Tell the peer what there is, and listen to it. On the engine's thread, once."""
@@ -137,7 +127,7 @@ class UcxEndpoint(LinkedEndpoint):
     ) -> Completion[int]:
         """Have flat bytes put here; see ``Endpoint``. Raises CapacityError: too many reads."""
         regions = [self._region(slots.region) for _, slots, _ in pairs]
-        return self._reads.submit(SpanJob(pairs, regions, self._reads.window_bytes), deadline_s)
+        return self._reads.submit(span_job(pairs, regions), deadline_s)
 
     def read_blocks(
         self,
@@ -150,15 +140,8 @@ class UcxEndpoint(LinkedEndpoint):
         crcs: Crcs | None = None,
     ) -> Completion[int]:
         """Have blocks put here; see ``Endpoint``. Raises CapacityError: too many reads."""
-        job = BlockJob(
-            self._region(source.region),
-            self._reads.window_bytes,
-            dest,
-            source,
-            source_layout,
-            dest_layer,
-            crcs,
-        )
+        region = self._region(source.region)
+        job = block_job(region, dest, source, source_layout, dest_layer, crcs)
         return self._reads.submit(job, deadline_s)
 
     def notify(self, payload: bytes) -> bool:
@@ -244,11 +227,6 @@ class UcxEndpoint(LinkedEndpoint):
             self._offered(message)
         elif isinstance(message, Welcome):
             self._greeted()
-        elif isinstance(message, Ask):
-            self._answers.take(message)
-        elif isinstance(message, Answer):
-            if not self._reads.answered(message):
-                raise CorruptionError("the peer answers what was not asked")
         elif isinstance(message, Taken):
             with self._send_lock:
                 sound = self._sent_taken <= message.count <= self._sent

@@ -1,16 +1,15 @@
-"""Between hosts: one-sided puts over UCX into a peer's inbox, and notes that follow them.
+"""Between hosts: one-sided puts over UCX into a peer's inbox, notes that follow them, and reads.
 
-Owns one engine of the C core (``native/src/ucx_*.c``) and the thread that hands out its events, and
-runs calls and timers beside them. The data path is in C: a batch costs one call, whatever its size.
-Never touches an arena: a peer writes into its own part of this process's inbox and nowhere else
-that we hand out. Who calls it: ``transfer/ucx.py``, which makes reads of puts.
+Owns the connections of one engine of the C core and the thread that hands out its events, and runs
+calls and timers beside them; the calls into C are ``ucx_native``'s. The data path is in C: a batch or a read costs one call, whatever
+its size. A peer writes into its own part of this process's inbox and nowhere else that we hand out.
+Who calls it: ``transfer/ucx.py``.
 
 UCX is one trust domain: over TCP a peer that can connect can write anywhere in this process. So the
 default address is loopback, and any other needs ``trusted_network``.
 """
 
 import logging
-import mmap
 import os
 import threading
 import weakref
@@ -18,45 +17,24 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
-import numpy as np
-from numpy.typing import NDArray
-
 from kvpool._native import ffi, lib
 from kvpool.block import Incarnation, new_incarnation
-from kvpool.completion import Completion, CompletionSource
-from kvpool.errors import ClosedError, ConfigError, InternalError, KVPoolError, UsageError
+from kvpool.errors import ClosedError, InternalError, KVPoolError, UsageError
 from kvpool.memory import Span
 from kvpool.transfer.calls import Call, Calls
 from kvpool.transfer.ucx_connection import UcxConnection, UcxStatus, error_of
 from kvpool.transfer.ucx_library import find_library, require_trusted
+from kvpool.transfer.ucx_native import EngineLimits, NativeEngine, nanoseconds
 
 if TYPE_CHECKING:
     from kvpool._native import CData, UcxEvent
 
 log = logging.getLogger(__name__)
 
-# Fields of kvp_ucx_counts.
-COUNTERS: Final = (
-    "ucx_major",
-    "ucx_minor",
-    "ucx_release",
-    "endpoints",
-    "batches",
-    "wakeups",
-    "puts",
-    "put_bytes",
-    "strangers_reset",
-)
 # Every close is bounded to about this.
 CLOSE_TIMEOUT_S: Final = 5.0
-# How often strangers at the listener are looked for: longer than a busy machine starves a thread.
-LOOK_S: Final = 5.0
 # Longest wait for a listener: the progress thread makes it between two of its rounds.
 LISTEN_TIMEOUT_S: Final = 10.0
-
-
-def _text(characters: "CData") -> str:
-    return bytes(ffi.string(characters)).decode(errors="replace")
 
 
 class _Connecting:
@@ -69,7 +47,7 @@ class _Connecting:
         self.error: KVPoolError | None = None
 
 
-class UcxEngine:
+class UcxEngine(NativeEngine):
     """One process's connections to peers. Safe from any thread; bound to its process.
 
     Args:
@@ -81,11 +59,15 @@ class UcxEngine:
         incarnation: Name of this run of the process; a fresh one by default.
         endpoint_max: Connections, those that drain included. More are refused.
         batch_max: Batches in flight.
+        read_max: Reads in flight, all connections; each needs an inbox to come into.
+        copy_threads: Threads that copy what is read out of the inbox, the progress thread included.
+        answer_timeout_s: A peer that has not taken what it asked for by then is lost.
         heartbeat_interval_s, heartbeat_timeout_s: What we send; 0 is nothing. A peer that sends
             heartbeats and is then silent for the timeout is lost, even if nothing is in flight (UCX
             does not notice a stopped process). The timeout is at least three intervals.
         spin_s: How long the progress thread polls before it sleeps.
         library: Path of libucp; see ``find_library``.
+        name: Names the thread that callbacks run on.
 
     Raises:
         ConfigError: An address that is not this host's, or not loopback and not trusted; a size or
@@ -101,74 +83,41 @@ class UcxEngine:
         incarnation: Incarnation | None = None,
         endpoint_max: int = 16,
         batch_max: int = 256,
+        read_max: int = 256,
+        copy_threads: int = 1,
+        answer_timeout_s: float = 15.0,
         heartbeat_interval_s: float = 1.0,
         heartbeat_timeout_s: float = 5.0,
         spin_s: float = 50e-6,
         library: str | None = None,
+        name: str = "kvpool-ucx",
     ) -> None:
         self.incarnation = new_incarnation() if incarnation is None else incarnation
         self.library = find_library(library)
         self.port = 0
         require_trusted(host, trusted_network)
-        self._inbox = inbox
-        self._part = 0 if inbox is None else inbox.size // endpoint_max
-        self._part -= self._part % mmap.PAGESIZE
-        if inbox is not None and self._part == 0:
-            raise ConfigError(
-                f"an inbox of {inbox.size} bytes has no page for each of {endpoint_max} connections",
-                key="inbox",
-            )
-        # Guards every call of the engine and what follows. Never held while a callback runs.
-        self._lock = threading.Lock()
+        limits = EngineLimits(
+            endpoint_max=endpoint_max,
+            batch_max=batch_max,
+            read_max=read_max,
+            copy_threads=copy_threads,
+            answer_timeout_s=answer_timeout_s,
+            heartbeat_interval_s=heartbeat_interval_s,
+            heartbeat_timeout_s=heartbeat_timeout_s,
+            spin_s=spin_s,
+        )
+        super().__init__(self.library, host, self.incarnation, inbox, limits)
+        # Guarded by the lock.
         self._connections: dict[int, UcxConnection] = {}
         self._connecting: dict[int, _Connecting] = {}
-        self._batches: dict[int, tuple[CompletionSource[int], int, object]] = {}
-        self._cookie = 0
         self._on_connect: Callable[[UcxConnection], None] | None = None
-        engine = self._open(
-            host, endpoint_max, batch_max, heartbeat_interval_s, heartbeat_timeout_s, spin_s
-        )
-        self._engine: CData | None = engine
+        engine = self._live()
         _engines.add(self)
         self._calls = Calls(self._wake)
         self._pump = threading.Thread(
-            target=self._run, args=(engine,), name="kvpool-ucx-events", daemon=True
+            target=self._run, args=(engine,), name=f"{name}-events", daemon=True
         )
         self._pump.start()
-
-    def _open(
-        self,
-        host: str,
-        endpoint_max: int,
-        batch_max: int,
-        heartbeat_interval_s: float,
-        heartbeat_timeout_s: float,
-        spin_s: float,
-    ) -> "CData":
-        texts = [ffi.new("char[]", text.encode()) for text in (self.library, host)]
-        incarnation = ffi.new("uint8_t[16]", self.incarnation)
-        config = ffi.new(
-            "kvp_ucx_config *",
-            {
-                "library": texts[0],
-                "host": texts[1],
-                "incarnation": incarnation,
-                "inbox": 0 if self._inbox is None else self._inbox.address,
-                "inbox_part": self._part,
-                "endpoint_max": endpoint_max,
-                "batch_max": batch_max,
-                "heartbeat_interval_ns": _nanoseconds(heartbeat_interval_s),
-                "heartbeat_timeout_ns": _nanoseconds(heartbeat_timeout_s),
-                "look_ns": _nanoseconds(LOOK_S),
-                "spin_ns": _nanoseconds(spin_s),
-            },
-        )
-        reason = ffi.new("char[256]")
-        engine = ffi.new("kvp_ucx **")
-        status = lib.kvp_ucx_open(config, reason, len(reason), engine)
-        if status != lib.KVP_OK:
-            raise ConfigError(f"UCX does not start: {_text(reason)}", key="transfer.ucx")
-        return engine[0]
 
     def listen(self, on_connect: Callable[[UcxConnection], None], port: int = 0) -> int:
         """Accept peers on this engine's host and hand each connection to ``on_connect``.
@@ -190,7 +139,7 @@ class UcxEngine:
         with self._lock:
             engine = self._live()
             before, self._on_connect = self._on_connect, on_connect
-            status = lib.kvp_ucx_listen(engine, port, _nanoseconds(LISTEN_TIMEOUT_S), bound, code)
+            status = lib.kvp_ucx_listen(engine, port, nanoseconds(LISTEN_TIMEOUT_S), bound, code)
             if status != lib.KVP_OK:
                 self._on_connect = before
         if status == lib.KVP_BUSY:
@@ -234,7 +183,7 @@ class UcxEngine:
         waiting = _Connecting(on_open)
         with self._lock:
             status = lib.kvp_ucx_connect(
-                self._live(), host.encode(), port, wanted, _nanoseconds(timeout_s), connection_id
+                self._live(), host.encode(), port, wanted, nanoseconds(timeout_s), connection_id
             )
             if status == lib.KVP_OK:
                 self._connecting[connection_id[0]] = waiting
@@ -272,20 +221,6 @@ class UcxEngine:
             if self._engine is not None:
                 lib.kvp_ucx_wake_events(self._engine)
 
-    def put_protocol(self) -> str:
-        """Return how libucp carries puts, in its words; empty until one has had to wait."""
-        text = ffi.new("char[256]")
-        with self._lock:
-            lib.kvp_ucx_put_protocol(self._live(), text, len(text))
-        return _text(text)
-
-    def counts(self) -> dict[str, int]:
-        """Return the engine's counters: slots and batches in use, wake-ups, puts, bytes, version."""
-        counts = ffi.new("kvp_ucx_counts *")
-        with self._lock:
-            lib.kvp_ucx_count(self._live(), counts)
-        return {name: getattr(counts, name) for name in COUNTERS}
-
     def close(self) -> None:
         """Close all connections and both threads. Idempotent, bounded to about 5 s.
 
@@ -308,14 +243,12 @@ class UcxEngine:
             return
         lib.kvp_ucx_close(engine)
         closed = ClosedError("the transport is closed")
-        for source, _, _ in self._batches.values():
-            source.fail(closed)
+        self._end_all(closed)
         for waiting in self._connecting.values():
             waiting.error = closed
             waiting.ended.set()
         for connection in list(self._connections.values()):
             connection.end(closed)
-        self._batches.clear()
 
     def __enter__(self) -> Self:
         return self
@@ -333,57 +266,6 @@ class UcxEngine:
         self._lock = threading.Lock()
         self._engine = None
 
-    # ---- for connections ----------------------------------------------------------------------
-
-    def _live(self) -> "CData":
-        if self._engine is None:
-            raise ClosedError("the transport is closed")
-        return self._engine
-
-    def disconnect(self, connection_id: int) -> None:
-        """Close a connection by force; for the connection itself."""
-        with self._lock:
-            if self._engine is not None:
-                lib.kvp_ucx_disconnect(self._engine, connection_id)
-
-    def put(
-        self,
-        connection: UcxConnection,
-        table: NDArray[np.uint64],
-        owner: object,
-        deadline_s: float,
-        note: bytes,
-    ) -> Completion[int]:
-        """Submit a batch of a connection, for the connection itself: see ``UcxConnection.put``."""
-        source: CompletionSource[int] = CompletionSource()
-        spans = ffi.cast("kvp_ucx_span *", ffi.from_buffer(table))
-        with self._lock:
-            engine = self._live()
-            self._cookie += 1
-            cookie = self._cookie
-            status = lib.kvp_ucx_put(
-                engine,
-                connection.id,
-                spans,
-                len(table),
-                note,
-                len(note),
-                _nanoseconds(deadline_s),
-                cookie,
-            )
-            if status == lib.KVP_OK:
-                self._batches[cookie] = (source, int(table[:, 1].sum()), (table, owner))
-        if status == lib.KVP_INVALID:
-            raise UsageError(
-                f"a batch of {len(table)} spans and a note of {len(note)} bytes is empty, or leaves"
-                f" the peer's inbox of {connection.peer_inbox_bytes} bytes"
-            )
-        if status == lib.KVP_CLOSED:
-            raise connection.gone()
-        if status != lib.KVP_OK:
-            raise error_of(status, 0, "put")
-        return source.completion
-
     # ---- the thread of events -----------------------------------------------------------------
 
     def _run(self, engine: "CData") -> None:
@@ -393,9 +275,10 @@ class UcxEngine:
             lib.KVP_UCX_ARRIVED: self._arrived,
             lib.KVP_UCX_BATCH: self._ended,
             lib.KVP_UCX_CLOSED: self._closed,
+            lib.KVP_UCX_READ: self._read_ended,
         }
         while True:
-            status = lib.kvp_ucx_next_event(engine, _nanoseconds(self._calls.sleep_s()), event)
+            status = lib.kvp_ucx_next_event(engine, nanoseconds(self._calls.sleep_s()), event)
             if status == lib.KVP_CLOSED:
                 return
             if status == lib.KVP_OK:
@@ -424,14 +307,6 @@ class UcxEngine:
 
     def _arrived(self, event: "UcxEvent") -> None:
         self._connections[event.endpoint].arrived(bytes(ffi.buffer(event.note, event.note_size)))
-
-    def _ended(self, event: "UcxEvent") -> None:
-        with self._lock:
-            source, size, _ = self._batches.pop(event.cookie)
-        if event.status == lib.KVP_OK:
-            source.finish(size)
-        else:
-            source.fail(error_of(event.status, event.ucx_code, "put"))
 
     def _closed(self, event: "UcxEvent") -> None:
         error = error_of(event.status, event.ucx_code, "the connection ended")
@@ -466,9 +341,3 @@ def _guarded(call: Callable[..., None], *arguments: object) -> None:
         call(*arguments)
     except Exception:
         log.exception("a callback failed")
-
-
-def _nanoseconds(seconds: float) -> int:
-    if not 0 <= seconds < 1e9:
-        raise UsageError(f"{seconds} is not a number of seconds")
-    return int(seconds * 1e9)

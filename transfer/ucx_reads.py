@@ -1,163 +1,215 @@
-"""The reader's side of reads over UCX: asks, windows of the inbox, copies out of them, and ends.
+"""Reads over UCX: what a caller asks for, checked and described to the C engine, and how it ends.
 
-Owns one connection's part of the inbox, cut into windows. The owner of the bytes puts them into a
-window and answers; then they are copied to their place, verified, by the copy threads. A window that
-was asked into is not used again before its answer has come, whatever became of its read: the peer
-may still write there. A completion ends as soon as nothing here touches its destination, answer or
-not. Who calls it: the UCX endpoint.
+Owns the completions of one connection's reads. The asks, the windows of the inbox and the verified
+copies out of them are in C (``native/src/ucx_reads.c``, ``ucx_answers.c``): no Python runs while
+bytes move. Who calls it: the UCX endpoint.
 """
 
-import itertools
 import math
 import threading
-import time
-from collections.abc import Callable
-from functools import partial
-from typing import Final
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
-from kvpool.completion import Completion, CompletionSource, Deadline
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool._native import ffi, lib
+from kvpool.block import BlockLayout
+from kvpool.completion import Completion, CompletionSource
 from kvpool.errors import (
     CancelledTransferError,
-    CapacityError,
+    CorruptionError,
     KVPoolError,
+    LeaseExpiredError,
     TransferTimeoutError,
     UsageError,
 )
-from kvpool.memory import Span
-from kvpool.transfer.engine import CopyEngine
-from kvpool.transfer.ucx_cuts import Cut, Job
-from kvpool.transfer.ucx_wire import ASKS_MAX, Answer, Ask
+from kvpool.memory import BlockView, Crcs, Span
+from kvpool.transfer.base import RegionDescriptor, RemoteSlots
+from kvpool.transfer.pull import require_dest, require_slots, require_spans
+from kvpool.transfer.ucx_connection import error_of
 
-# Reads of one connection that may be queued.
-READS_MAX: Final = 1024
-# Windows start at multiples of this.
-_WINDOW_ALIGNMENT: Final = 64
+if TYPE_CHECKING:
+    from kvpool._native import CData
+
+# Told of a read's end on the engine's thread: its status, the library's code, the leading good slots.
+Ended = Callable[[int, int, int], None]
 
 
-def window_bytes(inbox_bytes: int) -> int:
-    """Return the size of one window of an inbox part: as many as asks may be unanswered."""
-    size = inbox_bytes // ASKS_MAX
-    return size - size % _WINDOW_ALIGNMENT
+class ReadEngine(Protocol):
+    """What reads ask of the engine."""
+
+    def read(self, connection_id: int, job: "CData", deadline_s: float, ended: Ended) -> int:
+        """Start a read; return its name. Everything that ``job`` points to stays until ``ended``."""
+        ...
+
+    def cancel_read(self, read: int) -> None:
+        """End a read soon."""
+        ...
+
+    def end_reads(self, connection_id: int) -> None:
+        """End a connection's reads soon, and refuse new ones."""
+        ...
+
+    def windows(self, connection_id: int) -> tuple[int, int]:
+        """Return the windows of its inbox part that are free, and those that are owed."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PeerRegion:
+    """A region as its owner told of it."""
+
+    descriptor: RegionDescriptor
+    crc_count: int
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A read, as the C engine takes it.
+
+    Attributes:
+        native: The ``kvp_ucx_job``.
+        kept: What it points to.
+        slots: Which slots it reads, for an error.
+        size: Bytes of a read of flat bytes, which is the result; 0: the result counts blocks.
+    """
+
+    native: "CData"
+    kept: object
+    slots: tuple[int, ...]
+    size: int = 0
+
+
+def block_job(
+    region: PeerRegion,
+    dest: BlockView,
+    source: RemoteSlots,
+    source_layout: BlockLayout,
+    dest_layer: int | None,
+    crcs: Crcs | None,
+) -> Job:
+    """Describe a read of blocks in canonical order into a view.
+
+    Raises:
+        UsageError, LayoutMismatchError: The input does not fit.
+    """
+    slot_bytes = region.descriptor.slot_bytes
+    require_slots(source, region.descriptor.slot_count)
+    if (slot_bytes, region.crc_count) != (source_layout.block_bytes, source_layout.crc_count):
+        raise UsageError(
+            f"slots of {slot_bytes} bytes and {region.crc_count} checksums do not hold"
+            f" {source_layout.block_bytes} bytes and {source_layout.crc_count} checksums"
+        )
+    dest = require_dest(dest, source, source_layout, dest_layer, crcs)
+    layout = source_layout
+    shape = ffi.new(
+        "kvp_shape *",
+        (layout.kv_heads, layout.block_tokens, layout.k_row_bytes, layout.v_row_bytes),
+    )
+    view = dest.native()
+    expected = None if crcs is None else np.ascontiguousarray(crcs, dtype=np.uint32)
+    kept = [
+        *_slot_arrays([source.region] * len(source.slots), source.slots, source.generations),
+        ffi.from_buffer("uint64_t[]", dest.block_ids),
+    ]
+    regions, slots, generations, blocks = kept
+    native = ffi.new(
+        "kvp_ucx_job *",
+        {
+            "count": len(source.slots),
+            "regions": regions,
+            "slots": slots,
+            "generations": generations,
+            "shape": shape,
+            "dest": view,
+            "dest_blocks": blocks,
+            "layers": layout.num_layers,
+            "crcs": ffi.NULL if expected is None else ffi.from_buffer("uint32_t[]", expected),
+        },
+    )
+    return Job(native, (kept, shape, view, expected, dest), source.slots)
+
+
+def span_job(pairs: Sequence[tuple[Span, RemoteSlots, int]], regions: Sequence[PeerRegion]) -> Job:
+    """Describe a read of flat bytes, all or an error.
+
+    Raises:
+        UsageError: The input does not fit.
+    """
+    descriptors = [region.descriptor for region in regions]
+    require_spans(pairs, [(each.slot_count, each.slot_bytes) for each in descriptors])
+    slots = tuple(each.slots[0] for _, each, _ in pairs)
+    rows = np.array(
+        [(span.address, span.size, offset) for span, _, offset in pairs], dtype=np.uint64
+    )
+    kept = [
+        *_slot_arrays(
+            [each.region for _, each, _ in pairs],
+            slots,
+            [each.generations[0] for _, each, _ in pairs],
+        ),
+        ffi.from_buffer(rows),
+    ]
+    native = ffi.new(
+        "kvp_ucx_job *",
+        {
+            "count": len(pairs),
+            "regions": kept[0],
+            "slots": kept[1],
+            "generations": kept[2],
+            "spans": ffi.cast("kvp_ucx_span *", kept[3]),
+        },
+    )
+    size = sum(span.size for span, _, _ in pairs)
+    return Job(native, (kept, rows, list(pairs)), slots, size)
+
+
+def _slot_arrays(
+    regions: Sequence[int], slots: Sequence[int], generations: Sequence[int]
+) -> "list[CData]":
+    arrays: list[tuple[str, NDArray[np.generic]]] = [
+        ("uint32_t[]", np.array(regions, dtype=np.uint32)),
+        ("uint32_t[]", np.array(slots, dtype=np.uint32)),
+        ("uint64_t[]", np.array(generations, dtype=np.uint64)),
+    ]
+    return [ffi.from_buffer(kind, array) for kind, array in arrays]
 
 
 class _Reading(Completion[int]):
-    """A completion whose cancel is looked at soon, not only when the next answer comes."""
+    """A completion whose cancel is acted upon soon."""
 
-    def __init__(self, stir: Callable[[], object]) -> None:
+    def __init__(self, engine: ReadEngine) -> None:
         super().__init__()
-        self._stir = stir
+        self._engine = engine
+        self.read: int | None = None  # set once the engine has it
 
     def cancel(self) -> None:
         super().cancel()
-        self._stir()
-
-
-class _Read:
-    """One read. Guarded by the lock of ``Reads``, except ``job``, ``source`` and ``deadline``."""
-
-    def __init__(self, job: Job, deadline: Deadline, stir: Callable[[], object]) -> None:
-        self.job = job
-        self.deadline = deadline
-        self.source: CompletionSource[int] = CompletionSource()
-        self.source.completion = _Reading(stir)
-        self.next_cut = 0
-        self.asked: dict[int, Cut] = {}  # by the number of the ask
-        self.copying = 0
-        self.good = job.count
-        self.stop: KVPoolError | None = None
-
-    def wants(self) -> bool:
-        """Say whether something is left to ask for that a result could need."""
-        cuts = self.job.cuts
-        return (
-            self.stop is None
-            and self.next_cut < len(cuts)
-            and cuts[self.next_cut].first < self.good
-        )
-
-    def refresh(self) -> None:
-        """Note a cancel or a passed deadline."""
-        if self.stop is None and self.source.cancel_requested:
-            self.stop = CancelledTransferError("cancelled by the caller")
-        if self.stop is None and self.deadline.passed():
-            self.stop = TransferTimeoutError("the deadline of the read passed")
-
-    def found(self, cut: Cut, good: int) -> None:
-        """Note that of the items of a cut only the ``good`` leading ones are whole."""
-        if good < len(cut.slots):
-            self.good = min(self.good, cut.first + good)
-
-    def over(self) -> bool:
-        """Say whether nothing touches its destination now, nor will."""
-        if self.copying:
-            return False
-        if self.stop is not None:
-            return True
-        return not self.wants() and all(cut.first >= self.good for cut in self.asked.values())
-
-    def end(self) -> None:
-        """End the completion. Outside the lock: callbacks run here."""
-        if self.stop is not None:
-            self.source.fail(self.stop)
-            return
-        try:
-            self.source.finish(self.job.result(self.good))
-        except KVPoolError as error:
-            self.source.fail(error)
-
-
-class _Copy:
-    """The copy of one answered window: what a copy thread runs. See ``engine.Pull``."""
-
-    def __init__(self, read: _Read, cut: Cut, good: int, window: Span) -> None:
-        self.batches = [(0, 1)]
-        self.read, self.cut, self.good = read, cut, good
-        self._window = window
-
-    def copy(self, begin: int, end: int) -> int:
-        """Copy, unless the read has stopped meanwhile."""
-        if self.read.stop is None:
-            self.good = self.read.job.copy(self.cut, self.good, self._window)
-        return end - begin
-
-    def result(self, good: int) -> int:
-        """Return how many leading items are whole."""
-        return self.good
+        if (read := self.read) is not None:
+            self._engine.cancel_read(read)
 
 
 class Reads:
     """The reads of one connection. Safe from any thread.
 
-    One condition guards everything. ``ask`` is called under it; no callback of a user is.
-
     Args:
-        inbox: This connection's part.
-        ask: Sends an ask to the peer; never blocks.
-        copies: Runs the copies; reads end there by their owner, which is this object.
-        post, call_later: Of the engine.
+        engine: Of the connection.
+        connection_id: The engine's number of it.
+        lose: Told that the connection is lost, before a read that was lost with it ends.
+
+    One condition guards the two fields that change. Nothing is called under it.
     """
 
     def __init__(
-        self,
-        inbox: Span,
-        ask: Callable[[Ask], None],
-        copies: CopyEngine,
-        post: Callable[[Callable[[], None]], object],
-        call_later: Callable[[float, Callable[[], None]], None],
+        self, engine: ReadEngine, connection_id: int, lose: Callable[[KVPoolError], object]
     ) -> None:
-        self.window_bytes = window_bytes(inbox.size)
-        self._inbox = inbox
-        self._ask = ask
-        self._copies = copies
-        self._call_later = call_later
-        self._stir = partial(post, self._sweep)
+        self._engine = engine
+        self._lose = lose
+        self._connection_id = connection_id
         self._changed = threading.Condition()
-        self._numbers = itertools.count()
-        self._free = [index * self.window_bytes for index in range(ASKS_MAX)]
-        # Of each unanswered ask: where its window begins, and who asked, None if that has ended.
-        self._asked: dict[int, tuple[int, _Read | None]] = {}
-        self._reads: dict[int, _Read] = {}
-        self._armed_at: float | None = None
+        self._count = 0
         self._ended: KVPoolError | None = None
 
     def submit(self, job: Job, deadline_s: float) -> Completion[int]:
@@ -165,171 +217,75 @@ class Reads:
 
         Raises:
             UsageError: The deadline is not a finite number.
-            CapacityError: READS_MAX reads are queued.
+            CapacityError: Too many reads are in flight, or one layer of a block is larger than a
+                window of the inbox.
             KVPoolError: What the reads were ended with.
         """
         if not math.isfinite(deadline_s):
             raise UsageError(f"a deadline of {deadline_s} s: every read needs a finite one")
-        read = _Read(job, Deadline(deadline_s), self._stir)
+        source: CompletionSource[int] = CompletionSource()
+        reading = source.completion = _Reading(self._engine)
         with self._changed:
             if self._ended is not None:
                 raise type(self._ended)(str(self._ended))
-            if len(self._reads) >= READS_MAX:
-                raise CapacityError(f"{READS_MAX} reads are queued: wait for one to end")
-            self._reads[id(read)] = read
-            read.refresh()
-            self._start()
-            self._arm(read.deadline.at)
-            over = self._take_over([read])
-        _end(over)
-        return read.source.completion
+            self._count += 1
 
-    def answered(self, answer: Answer) -> bool:
-        """Take an answer of the peer. False if it answers nothing. On the engine's thread."""
-        copy: _Copy | None = None
+        def ended(status: int, code: int, good: int) -> None:
+            if status in (lib.KVP_PEER, lib.KVP_INVALID):
+                self._lose(error_of(status, code, "the connection ended"))
+            error = self._error(job, status, code, good)
+            with self._changed:
+                self._count -= 1
+                self._changed.notify_all()
+            if error is None:
+                source.finish(job.size or good)
+            else:
+                source.fail(error)
+
+        try:
+            name = self._engine.read(self._connection_id, job.native, max(0.0, deadline_s), ended)
+        except KVPoolError as error:
+            with self._changed:
+                self._count -= 1
+                self._changed.notify_all()
+                if self._ended is not None:
+                    raise type(self._ended)(str(self._ended)) from error
+            raise
+        reading.read = name
+        if source.cancel_requested:
+            reading.cancel()
+        return reading
+
+    def _error(self, job: Job, status: int, code: int, good: int) -> KVPoolError | None:
+        """Return what a read failed with, None if it did not."""
+        if status == lib.KVP_OK:
+            return None
+        if status == lib.KVP_TIMEOUT:
+            return TransferTimeoutError("the deadline of the read passed")
+        if status == lib.KVP_CANCELLED:
+            return CancelledTransferError("cancelled by the caller")
+        if status == lib.KVP_STALE:
+            return LeaseExpiredError(
+                f"slot {job.slots[good]} is in another life: match and lease again"
+            )
+        if status == lib.KVP_CORRUPT:
+            return CorruptionError("bytes were changed on their way: read them again")
         with self._changed:
-            begin, read = self._asked.pop(answer.number, (-1, None))
-            if begin < 0:
-                return False
-            cut = None if read is None else read.asked.pop(answer.number)
-            sound = cut is None or answer.good <= len(cut.slots)
-            if sound and read is not None and cut is not None:
-                read.found(cut, answer.good)
-                if read.stop is None and cut.first < read.good:
-                    window = self._inbox.part(begin, self.window_bytes)
-                    copy = _Copy(read, cut, answer.good, window)
-                    read.copying += 1
-            if copy is None:
-                self._free.append(begin)
-                self._start()
-            over = self._take_over([] if read is None else [read])
-        _end(over)
-        if copy is not None:
-            self._run(copy, begin)
-        return sound
+            why = self._ended
+        # One exception object each: several threads will raise them.
+        return error_of(status, code, "read") if why is None else type(why)(str(why))
 
     def end(self, error: KVPoolError) -> None:
-        """End every read with an error like ``error``, those to come too; copies first."""
+        """End every read with an error like ``error``, those to come too."""
         with self._changed:
             self._ended = error
-            reads = list(self._reads.values())
-            for read in reads:
-                if read.stop is None:
-                    # One exception object each: several threads will raise them.
-                    read.stop = type(error)(str(error))
-            over = self._take_over(reads)
-        _end(over)
-        self._copies.end_reads(self, error)
+        self._engine.end_reads(self._connection_id)
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait until no read is left, nor a copy. False if one is after ``timeout_s``."""
+        """Wait until no read is left. False if one is after ``timeout_s``."""
         with self._changed:
-            return self._changed.wait_for(lambda: not self._reads, timeout_s)
+            return self._changed.wait_for(lambda: self._count == 0, timeout_s)
 
     def counts(self) -> tuple[int, int]:
         """Return how many windows are free, and how many are owed: asked into by ended reads."""
-        with self._changed:
-            owed = sum(read is None for _, read in self._asked.values())
-            return len(self._free), owed
-
-    # ---- inside: with the condition held, unless it says otherwise -------------------------------
-
-    def _start(self) -> None:
-        """Ask for as much as there are windows, the oldest read first."""
-        for read in self._reads.values():
-            while self._free and read.wants():
-                cut, number = read.job.cuts[read.next_cut], next(self._numbers)
-                begin = self._free.pop()
-                read.next_cut += 1
-                read.asked[number] = cut
-                self._asked[number] = (begin, read)
-                self._ask(
-                    Ask(
-                        number=number,
-                        region=cut.region,
-                        at=begin,
-                        offset=cut.offset,
-                        size=cut.size,
-                        first_crc=cut.first_crc,
-                        crc_count=cut.crc_count,
-                        slots=list(cut.slots),
-                        generations=list(cut.generations),
-                    )
-                )
-            if not self._free:
-                return
-
-    def _take_over(self, reads: list[_Read]) -> list[_Read]:
-        """Remove those of ``reads`` that are over; their windows stay owed by the peer."""
-        over = [read for read in reads if id(read) in self._reads and read.over()]
-        for read in over:
-            del self._reads[id(read)]
-            for number in read.asked:
-                self._asked[number] = (self._asked[number][0], None)
-        if over:
-            self._changed.notify_all()
-        return over
-
-    def _arm(self, at: float) -> None:
-        """See to it that deadlines are looked at when the one at ``at`` has passed."""
-        if self._armed_at is None or at < self._armed_at:
-            self._armed_at = at
-            self._call_later(max(0.0, at - time.monotonic()), partial(self._on_time, at))
-
-    def _on_time(self, at: float) -> None:
-        """Look, if this timer is still the one that was armed. Not with the condition held."""
-        with self._changed:
-            if self._armed_at != at:
-                return
-            self._armed_at = None
-        self._sweep()
-
-    def _sweep(self) -> None:
-        """Look at cancels and deadlines. On the engine's thread, not with the condition held."""
-        with self._changed:
-            reads = list(self._reads.values())
-            for read in reads:
-                read.refresh()
-            over = self._take_over(reads)
-            self._start()
-            going = [read.deadline.at for read in reads if read.stop is None]
-            if going:
-                self._arm(min(going))
-        _end(over)
-
-    def _run(self, copy: _Copy, begin: int) -> None:
-        """Hand a copy to the copy threads. Not with the condition held."""
-        try:
-            done = self._copies.submit(copy, self, copy.read.deadline.remaining_s())
-        except KVPoolError as error:
-            self._copied(copy, begin, error)
-            return
-
-        def ended() -> None:
-            try:
-                done.result()
-                self._copied(copy, begin, None)
-            except KVPoolError as error:
-                self._copied(copy, begin, error)
-
-        done.add_done_callback(ended)
-
-    def _copied(self, copy: _Copy, begin: int, error: KVPoolError | None) -> None:
-        """Count a copy as over: the window is free. Not with the condition held."""
-        read = copy.read
-        with self._changed:
-            self._free.append(begin)
-            read.copying -= 1
-            if error is None:
-                read.found(copy.cut, copy.good)
-            elif read.stop is None:
-                read.stop = error
-            self._start()
-            over = self._take_over([read])
-        _end(over)
-
-
-def _end(reads: list[_Read]) -> None:
-    """End completions, with no lock held."""
-    for read in reads:
-        read.end()
+        return self._engine.windows(self._connection_id)

@@ -1,8 +1,8 @@
-"""What two UCX endpoints tell each other, as notes: notifications, regions, and reads.
+"""What two UCX endpoints tell each other, as notes: notifications and regions.
 
-Owns the messages and their limits. A read is asked for, and answered after its bytes have been put
-into the asker's inbox and flushed. Every field of a peer is validated here or where it is used. Who
-calls it: the UCX endpoint, and the two sides of a read.
+Owns the messages and their limits. Asks and answers of reads are the C engine's own
+(``native/src/ucx_wire.h``). Every field of a peer is validated here or where it is used. Who
+calls it: the UCX endpoint.
 """
 
 from typing import Annotated, Final
@@ -13,11 +13,11 @@ from kvpool.errors import CorruptionError, FormatVersionError
 from kvpool.transfer.endpoint import REGIONS_MAX
 from kvpool.transfer.ucx_connection import NOTE_BYTES_MAX
 
-PROTOCOL_VERSION: Final = 1
-# Slots of one ask: their numbers (5 bytes) and generations (9) take 896 bytes of a note of 1,088.
-ASK_SLOTS_MAX: Final = 64
-# Asks that may be unanswered on one connection: a peer that asks for more is cut off.
+PROTOCOL_VERSION: Final = 2
+# Windows of an inbox, and so asks that may be unanswered on one connection (KVP_ASKS_MAX).
 ASKS_MAX: Final = 8
+# A put or note that has not ended after this long closes the connection: the peer does not read.
+PUT_TIMEOUT_S: Final = 15.0
 
 # The first byte of a note.
 _NOTIFICATION: Final = b"\0"
@@ -25,17 +25,8 @@ _MESSAGE: Final = b"\1"
 
 _Number = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 _Size = Annotated[int, msgspec.Meta(ge=1, le=2**48)]
-_Offset = Annotated[int, msgspec.Meta(ge=0, le=2**48)]
 _Region = Annotated[int, msgspec.Meta(ge=0, lt=REGIONS_MAX)]
 _Small = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-_Slots = Annotated[
-    list[Annotated[int, msgspec.Meta(ge=0, le=2**32 - 1)]],
-    msgspec.Meta(min_length=1, max_length=ASK_SLOTS_MAX),
-]
-_Generations = Annotated[
-    list[Annotated[int, msgspec.Meta(ge=0)]],  # msgpack ends at 2**64 - 1
-    msgspec.Meta(min_length=1, max_length=ASK_SLOTS_MAX),
-]
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True, tag="region"):
@@ -53,31 +44,6 @@ class Welcome(msgspec.Struct, frozen=True, array_like=True, tag="welcome"):
     version: _Small
 
 
-class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
-    """Reader: put ``size`` bytes at ``offset`` of each slot into my inbox, from ``at`` on.
-
-    Behind them go ``crc_count`` checksums of each slot, from number ``first_crc`` on; 0 means one
-    checksum of just the bytes.
-    """
-
-    number: _Number
-    region: _Region
-    at: _Offset
-    offset: _Offset
-    size: _Size
-    first_crc: _Small
-    crc_count: _Small
-    slots: _Slots
-    generations: _Generations
-
-
-class Answer(msgspec.Struct, frozen=True, array_like=True, tag="answer"):
-    """Owner: the bytes of so many leading slots are there; the next slot is in another life."""
-
-    number: _Number
-    good: _Small
-
-
 class Taken(msgspec.Struct, frozen=True, array_like=True, tag="taken"):
     """Either side: so many notifications have been handed on since the start."""
 
@@ -88,7 +54,7 @@ class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
     """Either side: the connection is closed; nothing follows."""
 
 
-Message = Offer | Welcome | Ask | Answer | Taken | Bye
+Message = Offer | Welcome | Taken | Bye
 
 _decoder: Final = msgspec.msgpack.Decoder(Message)
 _encoder: Final = msgspec.msgpack.Encoder()
@@ -126,6 +92,4 @@ def decode(note: bytes) -> "bytes | Message":
             f"the peer speaks version {message.version} of the UCX protocol, this process"
             f" {PROTOCOL_VERSION}: run the same kvpool on both sides"
         )
-    if isinstance(message, Ask) and len(message.slots) != len(message.generations):
-        raise CorruptionError("an ask has as many generations as slots")
     return message

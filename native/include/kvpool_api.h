@@ -17,7 +17,8 @@ typedef enum {
     KVP_SYSTEM = 7,   /* the kernel refused; errno says why */
     KVP_CLOSED = 8,
     KVP_TIMEOUT = 9,
-    KVP_PEER = 10     /* the peer is gone or unreachable */
+    KVP_PEER = 10,    /* the peer is gone or unreachable */
+    KVP_CANCELLED = 11 /* the caller asked for an early end */
 } kvp_status;
 
 /* ---- hash.c: SHA-256 and chained block hashes ------------------------------------------------ */

@@ -1,4 +1,4 @@
-/* The UCX engine as Python sees it: one-sided puts between processes. No preprocessor lines here.
+/* The UCX engine as Python sees it: one-sided puts between processes, and reads made of them. No preprocessor lines here.
  *
  * Conventions of kvpool_api.h hold. One engine owns one UCX context, one worker and one progress
  * thread, and that thread makes every ucp call. An endpoint is one connection; endpoint slot i owns
@@ -16,12 +16,15 @@ typedef struct {
     size_t inbox_part;          /* bytes of one connection's inbox, a multiple of the page size */
     size_t endpoint_max;        /* 1 to 4096 */
     size_t batch_max;           /* batches in flight, all endpoints, 1 to 65536 */
+    size_t read_max;            /* reads in flight, all endpoints, 0 to 65536 */
+    size_t copy_helpers;        /* threads, 0 to 64, that help to copy out of the inbox */
     /* What we send: 0 for nothing, else 1 ms to 1 h. A peer that sends them and is then silent for
      * heartbeat_timeout_ns (at least three intervals of either side) is lost. */
     uint64_t heartbeat_interval_ns;
     uint64_t heartbeat_timeout_ns;
     uint64_t look_ns; /* how often to look for strangers at the listener, 1 ms or more; see below */
     uint64_t spin_ns; /* how long to poll after the last progress while work is in flight */
+    uint64_t answer_timeout_ns; /* a peer that does not take what it asked for by then is lost */
 } kvp_ucx_config;
 
 /* One put: `size` bytes at `local` to `remote_offset` in the peer's inbox part. */
@@ -31,11 +34,37 @@ typedef struct {
     uint64_t remote_offset;
 } kvp_ucx_span;
 
+/* Slots of this process that peers may read: those of an arena. */
+typedef struct {
+    kvp_arena *arena;
+    size_t slot_count;
+    size_t slot_bytes;
+    size_t crc_count;
+} kvp_ucx_region;
+
+/* What to read of a peer's slots, and where to put it. All that it points to, and the memory that it
+ * describes, belongs to the engine until KVP_UCX_READ. */
+typedef struct {
+    size_t count;                /* slots, at least 1 */
+    const uint32_t *regions;     /* of each slot, a number of the peer's */
+    const uint32_t *slots;
+    const uint64_t *generations; /* the life each must be in */
+    /* Blocks in canonical order, each slot whole, checked against their CRCs: */
+    const kvp_shape *shape; /* null for flat bytes */
+    const kvp_view *dest;
+    const uint64_t *dest_blocks;
+    size_t layers;
+    const uint32_t *crcs; /* nullable [count, layers, heads]: expected instead of the owner's */
+    /* Flat bytes: `size` bytes at `remote_offset` of each slot to `local`. */
+    const kvp_ucx_span *spans;
+} kvp_ucx_job;
+
 typedef enum {
     KVP_UCX_OPENED = 1,  /* handshake done: `inbox_offset`, `peer` and `accepted` are set */
     KVP_UCX_ARRIVED = 2, /* a note: everything put before it is visible */
     KVP_UCX_BATCH = 3,   /* the batch `cookie` ended with `status`: its local buffers are free */
-    KVP_UCX_CLOSED = 4   /* closed and drained for the reason `status`: nobody writes any more */
+    KVP_UCX_CLOSED = 4,  /* closed and drained for the reason `status`: nobody writes any more */
+    KVP_UCX_READ = 5     /* the read `cookie` ended: nothing touches its memory any more */
 } kvp_ucx_event_kind;
 
 typedef struct {
@@ -44,7 +73,8 @@ typedef struct {
     int ucx_code;      /* what libucp answered, 0 if it was not libucp that ended it */
     int accepted;      /* OPENED: 1 if the peer connected to us */
     uint64_t endpoint;
-    uint64_t cookie;   /* BATCH: as given to kvp_ucx_put */
+    uint64_t cookie;   /* BATCH, READ: as given to kvp_ucx_put, kvp_ucx_read */
+    size_t good;       /* READ: how many leading slots arrived whole */
     uint64_t inbox_offset; /* OPENED: where our inbox part for this peer starts */
     uint64_t peer_inbox_bytes;
     uint8_t peer[16];  /* OPENED; CLOSED with KVP_STALE: the peer's incarnation */
@@ -56,6 +86,7 @@ typedef struct {
     unsigned ucx_major, ucx_minor, ucx_release;
     size_t endpoints; /* slots in use, draining included */
     size_t batches;   /* submitted and not yet handed out as an event */
+    size_t reads;     /* the same */
     uint64_t wakeups; /* times the progress thread left its sleep */
     uint64_t puts;
     uint64_t put_bytes;
@@ -97,6 +128,26 @@ kvp_status kvp_ucx_disconnect(kvp_ucx *engine, uint64_t endpoint);
  * KVP_CLOSED: the endpoint is not open (any more). */
 kvp_status kvp_ucx_put(kvp_ucx *engine, uint64_t endpoint, const kvp_ucx_span *spans, size_t count,
                        const uint8_t *note, size_t note_size, uint64_t timeout_ns, uint64_t cookie);
+
+/* Let peers read the READY slots of an arena from now on; regions count from 0. The arena outlives the
+ * engine. KVP_FULL: 64 are registered. KVP_INVALID: a count is 0. */
+kvp_status kvp_ucx_register(kvp_ucx *engine, const kvp_ucx_region *region, uint32_t *number);
+/* Start a read; KVP_UCX_READ follows within timeout_ns. Its status: KVP_OK, `good` says how many
+ * leading slots arrived whole (the next one is stale or corrupt at its owner; flat bytes are all or
+ * KVP_STALE, KVP_CORRUPT); KVP_TIMEOUT, KVP_CANCELLED, KVP_CLOSED (by us), KVP_PEER. *read names it to
+ * kvp_ucx_cancel. Never blocks. KVP_INVALID: no slots, or no connection with an inbox.
+ * KVP_FULL: read_max are in flight; KVP_SYSTEM: one layer of a block is larger than a window of the
+ * inbox, kvp_ucx_window_bytes(). KVP_CLOSED: not open. */
+kvp_status kvp_ucx_read(kvp_ucx *engine, uint64_t endpoint, const kvp_ucx_job *job,
+                        uint64_t timeout_ns, uint64_t cookie, uint64_t *read);
+/* End a read soon, if it has not ended. Never blocks. */
+void kvp_ucx_cancel(kvp_ucx *engine, uint64_t read);
+/* End the reads of an endpoint with KVP_CLOSED soon, and refuse new ones. The endpoint stays. */
+void kvp_ucx_end_reads(kvp_ucx *engine, uint64_t endpoint);
+/* An eighth of an inbox part: what one ask may bring. */
+size_t kvp_ucx_window_bytes(const kvp_ucx *engine);
+/* Windows of an endpoint that are free, and those that the peer still owes to reads that ended. */
+void kvp_ucx_windows(kvp_ucx *engine, uint64_t endpoint, size_t *free, size_t *owed);
 
 /* Take the next event; KVP_MISS after timeout_ns. CLOSED is the last event of its endpoint. One
  * thread at a time. */

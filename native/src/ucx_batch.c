@@ -54,6 +54,10 @@ static void end_first(kvp_endpoint *endpoint, kvp_status status, ucx_status code
     if (batch->deadline_ns <= endpoint->next_deadline_ns) {
         find_deadline(endpoint);
     }
+    if (batch->answer != NULL) {
+        kvp_answer_end(batch->answer);
+        return;
+    }
     kvp_ucx_event event = {
         .kind = KVP_UCX_BATCH,
         .status = status,
@@ -203,11 +207,15 @@ static void notify(kvp_batch *batch)
         .cb = note_back,
         .user_data = batch,
     };
-    batch->head = kvp_message_head(endpoint, KVP_WIRE_NOTE);
+    kvp_answer *answer = batch->answer;
+    kvp_wire_head *head = answer != NULL ? &answer->head.head : &batch->head;
+    *head = kvp_message_head(endpoint, answer != NULL ? KVP_WIRE_ANSWER : KVP_WIRE_NOTE);
     batch->stage = BATCH_NOTIFYING;
-    accepted(batch, endpoint->engine->ucp->am_send_nbx(endpoint->ep, KVP_AM_ID, &batch->head,
-                                                       sizeof(batch->head), batch->note,
-                                                       batch->note_size, &param));
+    const void *data = answer != NULL ? (const void *)answer->crcs : batch->note;
+    size_t head_size = answer != NULL ? sizeof(answer->head) : sizeof(batch->head);
+    size_t size = answer != NULL ? answer->crc_bytes : batch->note_size;
+    accepted(batch, endpoint->engine->ucp->am_send_nbx(endpoint->ep, KVP_AM_ID, head, head_size,
+                                                       data, size, &param));
 }
 
 bool kvp_batch_step(kvp_endpoint *endpoint)
@@ -222,7 +230,7 @@ bool kvp_batch_step(kvp_endpoint *endpoint)
     }
     while (!endpoint->failed && endpoint->first != NULL && endpoint->first->pending == 0) {
         kvp_batch *batch = endpoint->first;
-        if (batch->stage == BATCH_FLUSHED && batch->note_size != 0) {
+        if (batch->stage == BATCH_FLUSHED && (batch->note_size != 0 || batch->answer != NULL)) {
             notify(batch);
         } else if (batch->stage == BATCH_FLUSHED || batch->stage == BATCH_NOTIFYING) {
             end_first(endpoint, KVP_OK, UCX_OK);

@@ -106,6 +106,7 @@ static void finish(kvp_endpoint *endpoint)
 {
     kvp_ucx *engine = endpoint->engine;
     kvp_batch_end_all(endpoint, endpoint->reason, endpoint->code);
+    kvp_reads_end_all(endpoint, endpoint->reason, endpoint->code);
     if (endpoint->rkey != NULL) {
         engine->ucp->rkey_destroy(endpoint->rkey);
     }
@@ -159,6 +160,7 @@ static bool step_open(kvp_endpoint *endpoint)
         return true;
     }
     wake_at(engine, endpoint->next_deadline_ns);
+    wake_at(engine, endpoint->read_deadline_ns);
     if (engine->now_ns - endpoint->heard_ns >= endpoint->silence_max_ns) {
         kvp_endpoint_fail(endpoint, KVP_TIMEOUT, UCX_OK);
         return true;
@@ -170,6 +172,7 @@ static bool step_open(kvp_endpoint *endpoint)
         wake_at(engine, endpoint->beat_ns + engine->config.heartbeat_interval_ns);
     }
     bool moved = beat(endpoint);
+    moved = kvp_reads_step(endpoint) || moved;
     return kvp_batch_step(endpoint) || moved;
 }
 

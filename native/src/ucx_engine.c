@@ -8,7 +8,10 @@
 
 #include "ucx_engine.h"
 
-enum { ENDPOINTS_MAX = 4096, BATCHES_MAX = 65536 };
+enum { ENDPOINTS_MAX = 4096, BATCHES_MAX = 65536, READS_MAX = 65536, HELPERS_MAX = 64 };
+
+/* Windows begin on a line of the cache. No ask names more than 32 bits can say. */
+static const size_t WINDOW_ALIGNMENT = 64, WINDOW_BYTES_MAX = 1 << 30;
 
 static const uint64_t HEARTBEAT_MAX_NS = 3600000000000;
 
@@ -60,6 +63,10 @@ kvp_endpoint *kvp_slot_take(kvp_ucx *engine, kvp_slot_state state)
             endpoint->next_wanted = next_wanted;
             endpoint->state = state;
             endpoint->next_deadline_ns = UINT64_MAX;
+            endpoint->read_deadline_ns = UINT64_MAX;
+            endpoint->asks = &engine->asks[i * KVP_ASKS_MAX];
+            endpoint->answers = &engine->answers[i * KVP_ASKS_MAX];
+            endpoint->windows_free = KVP_ASKS_MAX;
             engine->slots_used++;
             return endpoint;
         }
@@ -76,7 +83,7 @@ void kvp_slot_give(kvp_endpoint *endpoint)
 
 void kvp_event_push(kvp_ucx *engine, const kvp_ucx_event *event)
 {
-    /* Always room: the ring holds an event a batch, and OPENED, CLOSED and a window of notes an
+    /* Always room: the ring holds an event a batch and a read, and OPENED, CLOSED and a window of notes an
      * endpoint slot. */
     size_t at = (engine->event_head + engine->event_count) % engine->event_capacity;
     engine->events[at] = *event;
@@ -96,8 +103,10 @@ static bool sound(const kvp_ucx_config *config)
     uint64_t interval = config->heartbeat_interval_ns;
     bool heart = interval == 0 || (interval >= 1000000 && interval <= HEARTBEAT_MAX_NS &&
                                    config->heartbeat_timeout_ns / 3 >= interval);
-    return inbox && heart && config->look_ns >= 1000000 && config->endpoint_max >= 1 && config->endpoint_max <= ENDPOINTS_MAX &&
-           config->batch_max >= 1 && config->batch_max <= BATCHES_MAX;
+    bool counts = config->endpoint_max >= 1 && config->endpoint_max <= ENDPOINTS_MAX &&
+                  config->batch_max >= 1 && config->batch_max <= BATCHES_MAX &&
+                  config->read_max <= READS_MAX && config->copy_helpers <= HELPERS_MAX;
+    return inbox && heart && counts && config->look_ns >= 1000000;
 }
 
 static void free_engine(kvp_ucx *engine)
@@ -110,6 +119,11 @@ static void free_engine(kvp_ucx *engine)
     }
     pthread_cond_destroy(&engine->changed);
     pthread_mutex_destroy(&engine->lock);
+    kvp_crew_close(engine->crew);
+    free(engine->slot_crcs);
+    free(engine->answers);
+    free(engine->asks);
+    free(engine->reads);
     free(engine->events);
     free(engine->batches);
     free(engine->live);
@@ -137,17 +151,32 @@ static kvp_ucx *make_engine(const kvp_ucx_config *config)
     pthread_condattr_destroy(&monotonic);
     engine->wake_fd = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     engine->poll_fd = epoll_create1(EPOLL_CLOEXEC);
-    engine->event_capacity = config->batch_max + config->endpoint_max * (KVP_NOTE_WINDOW + 2);
+    engine->event_capacity = config->batch_max + config->read_max +
+                             config->endpoint_max * (KVP_NOTE_WINDOW + 2);
     engine->events = calloc(engine->event_capacity, sizeof(*engine->events));
     engine->batches = calloc(config->batch_max, sizeof(*engine->batches));
     engine->endpoints = calloc(config->endpoint_max, sizeof(*engine->endpoints));
     engine->live = calloc(config->endpoint_max, sizeof(*engine->live));
     engine->parts = calloc(config->endpoint_max, sizeof(*engine->parts));
+    /* Touched page by page as connections use them. */
+    engine->asks = calloc(config->endpoint_max * KVP_ASKS_MAX, sizeof(*engine->asks));
+    engine->answers = calloc(config->endpoint_max * KVP_ASKS_MAX, sizeof(*engine->answers));
+    engine->slot_crcs = calloc(KVP_REGION_CRCS, sizeof(*engine->slot_crcs));
+    engine->reads = calloc(config->read_max + 1, sizeof(*engine->reads));
     if (engine->wake_fd < 0 || engine->poll_fd < 0 || engine->events == NULL ||
         engine->batches == NULL || engine->endpoints == NULL || engine->live == NULL ||
-        engine->parts == NULL) {
+        engine->parts == NULL || engine->asks == NULL || engine->answers == NULL ||
+        engine->slot_crcs == NULL || engine->reads == NULL ||
+        kvp_crew_open(config->copy_helpers, &engine->crew) != KVP_OK) {
         free_engine(engine);
         return NULL;
+    }
+    size_t window = config->inbox_part / KVP_ASKS_MAX;
+    window = window < WINDOW_BYTES_MAX ? window : WINDOW_BYTES_MAX;
+    engine->window = window - window % WINDOW_ALIGNMENT;
+    for (size_t i = 0; i < config->read_max; i++) {
+        engine->reads[i].next = engine->free_reads;
+        engine->free_reads = &engine->reads[i];
     }
     for (size_t i = 0; i < config->batch_max; i++) {
         engine->batches[i].next = engine->free_batches;

@@ -18,6 +18,8 @@
 enum {
     KVP_PENDING_CONNECTIONS_MAX = 64, /* accepted by UCX, not yet by the progress thread */
     KVP_PROTOCOL_TEXT_MAX = 256,
+    KVP_REGIONS_MAX = 64,
+    KVP_REGION_CRCS = 1 << 16, /* checksums of one slot, at most */
     KVP_STRANGERS_MAX = 64 /* that are looked at a second time */
 };
 
@@ -25,6 +27,8 @@ typedef enum { BATCH_FREE, BATCH_QUEUED, BATCH_POSTED, BATCH_FLUSHED, BATCH_NOTI
 
 typedef struct kvp_batch kvp_batch;
 typedef struct kvp_endpoint kvp_endpoint;
+typedef struct kvp_answer kvp_answer;
+typedef struct kvp_read kvp_read;
 
 struct kvp_batch {
     kvp_endpoint *endpoint;
@@ -36,9 +40,59 @@ struct kvp_batch {
     uint64_t deadline_ns;
     uint64_t cookie;
     kvp_stage stage;
+    kvp_answer *answer; /* whose it is; null: a caller's, which gets an event */
     size_t note_size;
     kvp_wire_head head; /* of the message that carries the note */
     uint8_t note[KVP_NOTE_BYTES_MAX];
+};
+
+typedef struct {
+    kvp_ucx_region told;
+    uintptr_t base;
+    size_t stride;
+} kvp_region;
+
+/* An ask of a peer that is being answered. */
+struct kvp_answer {
+    bool used;
+    const kvp_region *region;
+    size_t held; /* leading items whose slots are granted */
+    size_t crc_bytes;
+    kvp_batch batch;
+    kvp_wire_answer head;
+    kvp_ucx_span spans[KVP_ASK_ITEMS_MAX];
+    uint64_t generations[KVP_ASK_ITEMS_MAX];
+    uint32_t slots[KVP_ASK_ITEMS_MAX];
+    uint32_t crcs[KVP_ASK_CRCS_MAX];
+};
+
+/* An ask of ours; its window is that of the same number. */
+typedef struct {
+    kvp_endpoint *endpoint;
+    kvp_read *read; /* null: that has ended, and the peer still owes the window */
+    enum { ASK_FREE, ASK_SENT, ASK_ANSWERED } stage;
+    bool sending; /* libucp still reads it */
+    kvp_wire_ask head;
+    kvp_wire_item items[KVP_ASK_ITEMS_MAX];
+    size_t first, layer, layers; /* blocks: which; spans: `first` alone */
+    size_t item_of[KVP_ASK_ITEMS_MAX]; /* spans: of which each is a piece, and where it goes */
+    uint64_t local[KVP_ASK_ITEMS_MAX];
+    size_t good; /* of the answer, with `crcs` */
+    uint32_t crcs[KVP_ASK_CRCS_MAX];
+} kvp_ask;
+
+struct kvp_read {
+    kvp_endpoint *endpoint; /* [L] null: free */
+    kvp_read *next;         /* [L] in the free and submitted lists, then the endpoint's own list */
+    uint32_t generation;    /* [L] */
+    atomic_bool cancelled;
+    kvp_ucx_job job;
+    uint64_t deadline_ns;
+    uint64_t cookie;
+    size_t next_item, next_part; /* what is asked for next: of that item, which layer or byte */
+    size_t good;                 /* items before this one may still be whole */
+    size_t asked;                /* asks that are not answered */
+    kvp_status stop;             /* why it ends early; KVP_OK: it does not */
 };
 
 typedef enum {
@@ -67,6 +121,8 @@ struct kvp_endpoint {
     uint64_t note_window;
     /* Between our reader and the progress thread. */
     atomic_uint_fast64_t notes_taken;
+    atomic_size_t windows_free, windows_owed;
+    atomic_bool reads_ended;
     /* progress thread */
     bool accepted;
     uint8_t expected[KVP_INCARNATION_BYTES]; /* 0: anybody */
@@ -79,6 +135,13 @@ struct kvp_endpoint {
     uint64_t greeting_deadline_ns;
     uint64_t next_deadline_ns; /* earliest of its batches; UINT64_MAX if none */
     kvp_batch *first, *last, *posting;
+    kvp_ask *asks;       /* KVP_ASKS_MAX, as are the answers */
+    kvp_answer *answers; /* to asks of the peer */
+    uint32_t next_ask;
+    kvp_read *first_read, *last_read;
+    uint64_t read_deadline_ns; /* earliest of its reads; UINT64_MAX if none */
+    bool stirred;              /* something happened that reads may go on from */
+    bool look;                 /* a cancel, perhaps */
     size_t waiting_puts; /* that libucp has not completed */
     size_t requests;     /* of any kind that libucp still holds */
     bool announced;      /* our reader knows of it, and gets CLOSED */
@@ -123,6 +186,8 @@ struct kvp_ucx {
     kvp_batch *free_batches, *submitted, *submitted_last;
     kvp_endpoint *wanted; /* to connect or to leave */
     size_t batches_used; /* counted until their event is taken, so that events never overflow */
+    kvp_read *free_reads, *submitted_reads, *submitted_reads_last;
+    size_t reads_used; /* the same */
     size_t slots_used;
     bool sleeping, stopping, events_stopped, events_woken;
     enum { LISTEN_NONE, LISTEN_WANTED, LISTEN_DONE } listen;
@@ -137,6 +202,9 @@ struct kvp_ucx {
     /* Shared without the lock. */
     atomic_uint_fast64_t orders; /* counts what other threads asked for */
     atomic_uint_fast64_t wakeups, puts, put_bytes, strangers_reset;
+    kvp_region regions[KVP_REGIONS_MAX]; /* written once each, before region_count says so */
+    atomic_size_t region_count;
+    size_t window; /* bytes of one; 0 without an inbox */
     /* progress thread */
     uint64_t orders_seen;
     bool leaving;
@@ -150,6 +218,11 @@ struct kvp_ucx {
     kvp_endpoint **live; /* the slots that the progress thread looks after */
     size_t live_count;
     kvp_batch *batches;
+    kvp_read *reads;
+    kvp_ask *asks;
+    kvp_answer *answers;
+    uint32_t *slot_crcs; /* KVP_REGION_CRCS, of one slot while it is answered for */
+    kvp_crew *crew;
     kvp_stranger strangers[KVP_STRANGERS_MAX];
     size_t stranger_count;
     uint64_t look_ns; /* when to look for them again */
@@ -172,6 +245,20 @@ void kvp_endpoint_set_state(kvp_endpoint *endpoint, kvp_slot_state state);
 /* Note that the connection is lost; the next step closes it. The first reason stays. */
 void kvp_endpoint_fail(kvp_endpoint *endpoint, kvp_status reason, ucx_status code);
 
+static inline uint32_t kvp_ask_crc(const kvp_wire_ask *ask, const void *items)
+{
+    const size_t from = offsetof(kvp_wire_ask, number), to = offsetof(kvp_wire_ask, crc);
+    uint32_t crc = kvp_crc32c(0, (const uint8_t *)ask + from, to - from);
+    return kvp_crc32c(crc, items, ask->count * sizeof(kvp_wire_item));
+}
+
+static inline uint32_t kvp_answer_crc(const kvp_wire_answer *answer, const void *crcs, size_t size)
+{
+    const size_t from = offsetof(kvp_wire_answer, number), to = offsetof(kvp_wire_answer, crc);
+    uint32_t crc = kvp_crc32c(0, (const uint8_t *)answer + from, to - from);
+    return kvp_crc32c(crc, crcs, size);
+}
+
 static inline uint64_t kvp_endpoint_id(const kvp_endpoint *endpoint)
 {
     return (uint64_t)endpoint->generation << 32 | endpoint->index;
@@ -189,6 +276,30 @@ ucx_status kvp_message_take(void *arg, const void *header, size_t header_size, v
 void kvp_batch_queue(kvp_batch *batch);
 bool kvp_batch_step(kvp_endpoint *endpoint);
 void kvp_batch_end_all(kvp_endpoint *endpoint, kvp_status status, ucx_status code);
+
+/* ucx_cuts.c: pure. Does one layer of a block fit a window? Cut the next ask of a read that wants one. */
+bool kvp_read_fits(const kvp_ucx_job *job, size_t window);
+void kvp_read_cut(kvp_read *read, kvp_ask *ask, size_t window);
+
+static inline size_t kvp_layer_bytes(const kvp_shape *shape)
+{
+    return shape->heads * shape->tokens * (shape->k_row_bytes + shape->v_row_bytes);
+}
+
+/* ucx_reads.c: progress thread only */
+void kvp_read_queue(kvp_read *read);
+void kvp_read_answered(kvp_endpoint *endpoint, const kvp_wire_answer *answer, const void *crcs,
+                       size_t size);
+bool kvp_reads_step(kvp_endpoint *endpoint);
+void kvp_reads_end_all(kvp_endpoint *endpoint, kvp_status status, ucx_status code);
+
+/* ucx_answers.c: progress thread only */
+bool kvp_ask_sound(const kvp_wire_ask *ask, const kvp_wire_item *items, const kvp_ucx_region *region,
+                   uint64_t inbox_bytes); /* of an ask whose count is */
+void kvp_answer_start(kvp_endpoint *endpoint, const void *header, size_t header_size,
+                      const void *data, size_t size);
+void kvp_answer_end(kvp_answer *answer);
+void kvp_answers_close(kvp_ucx *engine); /* after the worker is gone: nothing reads slots any more */
 
 /* ucx_strangers.c: progress thread only. Call it once a round, after the steps. */
 void kvp_strangers_look(kvp_ucx *engine);

@@ -240,6 +240,18 @@ static void take_credit(kvp_endpoint *endpoint, uint64_t credit)
     }
 }
 
+static void take_answer(kvp_endpoint *endpoint, const void *header, size_t header_size,
+                        const void *data, size_t size)
+{
+    kvp_wire_answer answer;
+    if (endpoint->state != SLOT_OPEN || header_size != sizeof(answer)) {
+        kvp_endpoint_fail(endpoint, KVP_INVALID, UCX_OK);
+        return;
+    }
+    memcpy(&answer, header, sizeof(answer));
+    kvp_read_answered(endpoint, &answer, data, size);
+}
+
 ucx_status kvp_message_take(void *arg, const void *header, size_t header_size, void *data,
                               size_t size, const ucx_am_recv_param *param)
 {
@@ -262,6 +274,10 @@ ucx_status kvp_message_take(void *arg, const void *header, size_t header_size, v
         take_hello(endpoint, header, header_size, data, size);
     } else if (head.kind == KVP_WIRE_NOTE) {
         take_note(endpoint, data, size);
+    } else if (head.kind == KVP_WIRE_ASK) {
+        kvp_answer_start(endpoint, header, header_size, data, size);
+    } else if (head.kind == KVP_WIRE_ANSWER) {
+        take_answer(endpoint, header, header_size, data, size);
     } else if (head.kind != KVP_WIRE_BEAT) {
         kvp_endpoint_fail(endpoint, KVP_INVALID, UCX_OK);
     }

@@ -32,6 +32,17 @@ static void take_batches(kvp_ucx *engine)
     }
 }
 
+static void take_reads(kvp_ucx *engine)
+{
+    kvp_read *read = engine->submitted_reads;
+    engine->submitted_reads = engine->submitted_reads_last = NULL;
+    while (read != NULL) {
+        kvp_read *next = read->next;
+        kvp_read_queue(read); /* live, as with batches */
+        read = next;
+    }
+}
+
 static bool take_orders(kvp_ucx *engine)
 {
     uint64_t orders = atomic_load_explicit(&engine->orders, memory_order_acquire);
@@ -47,12 +58,14 @@ static bool take_orders(kvp_ucx *engine)
             endpoint->announced = true;
             engine->live[engine->live_count++] = endpoint;
         }
+        endpoint->look = true;
         if (endpoint->leave) {
             kvp_endpoint_fail(endpoint, KVP_CLOSED, UCX_OK);
         }
     }
     engine->wanted = NULL;
     take_batches(engine);
+    take_reads(engine);
     engine->leaving = engine->stopping;
     bool listen = engine->listen == LISTEN_WANTED;
     pthread_mutex_unlock(&engine->lock);
@@ -208,6 +221,7 @@ void *kvp_progress_run(void *arg)
     if (start(engine)) {
         loop(engine);
         kvp_context_close(engine);
+        kvp_answers_close(engine);
     }
     return NULL;
 }

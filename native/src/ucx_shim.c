@@ -171,6 +171,108 @@ kvp_status kvp_ucx_put(kvp_ucx *engine, uint64_t endpoint, const kvp_ucx_span *s
     return status;
 }
 
+/* ---- reads ------------------------------------------------------------------------------------ */
+
+static kvp_status submit_read(kvp_ucx *engine, kvp_endpoint *slot, const kvp_ucx_job *job,
+                              uint64_t timeout_ns, uint64_t cookie, uint64_t *id)
+{
+    if (slot == NULL || slot->state != SLOT_OPEN || slot->leave ||
+        atomic_load(&slot->reads_ended)) {
+        return KVP_CLOSED;
+    }
+    if (engine->free_reads == NULL || engine->reads_used == engine->config.read_max) {
+        return KVP_FULL;
+    }
+    kvp_read *read = engine->free_reads;
+    engine->free_reads = read->next;
+    engine->reads_used++;
+    uint32_t generation = read->generation;
+    *read = (kvp_read){
+        .endpoint = slot,
+        .generation = generation,
+        .job = *job,
+        .deadline_ns = deadline_after(timeout_ns),
+        .cookie = cookie,
+    };
+    *id = (uint64_t)generation << 32 | (uint64_t)(read - engine->reads);
+    if (engine->submitted_reads_last != NULL) {
+        engine->submitted_reads_last->next = read;
+    } else {
+        engine->submitted_reads = read;
+    }
+    engine->submitted_reads_last = read;
+    kvp_order(engine);
+    return KVP_OK;
+}
+
+kvp_status kvp_ucx_read(kvp_ucx *engine, uint64_t endpoint, const kvp_ucx_job *job,
+                        uint64_t timeout_ns, uint64_t cookie, uint64_t *read)
+{
+    if (engine->pid != getpid()) {
+        return KVP_CLOSED;
+    }
+    if (job->count == 0 || engine->window == 0) {
+        return KVP_INVALID;
+    }
+    if (!kvp_read_fits(job, engine->window)) {
+        return KVP_SYSTEM;
+    }
+    pthread_mutex_lock(&engine->lock);
+    kvp_endpoint *slot = lookup(engine, endpoint);
+    kvp_status status = submit_read(engine, slot, job, timeout_ns, cookie, read);
+    pthread_mutex_unlock(&engine->lock);
+    return status;
+}
+
+void kvp_ucx_cancel(kvp_ucx *engine, uint64_t read)
+{
+    size_t index = (size_t)(read & UINT32_MAX);
+    if (engine->pid != getpid() || index >= engine->config.read_max) {
+        return;
+    }
+    pthread_mutex_lock(&engine->lock);
+    kvp_read *it = &engine->reads[index];
+    if (it->endpoint != NULL && it->generation == (uint32_t)(read >> 32)) {
+        atomic_store(&it->cancelled, true);
+        kvp_order_slot(it->endpoint);
+    }
+    pthread_mutex_unlock(&engine->lock);
+}
+
+void kvp_ucx_end_reads(kvp_ucx *engine, uint64_t endpoint)
+{
+    if (engine->pid != getpid()) {
+        return;
+    }
+    pthread_mutex_lock(&engine->lock);
+    kvp_endpoint *slot = lookup(engine, endpoint);
+    if (slot != NULL) {
+        atomic_store(&slot->reads_ended, true);
+        kvp_order_slot(slot);
+    }
+    pthread_mutex_unlock(&engine->lock);
+}
+
+size_t kvp_ucx_window_bytes(const kvp_ucx *engine)
+{
+    return engine->window;
+}
+
+void kvp_ucx_windows(kvp_ucx *engine, uint64_t endpoint, size_t *free, size_t *owed)
+{
+    *free = *owed = 0;
+    if (engine->pid != getpid()) {
+        return;
+    }
+    pthread_mutex_lock(&engine->lock);
+    kvp_endpoint *slot = lookup(engine, endpoint);
+    if (slot != NULL) {
+        *free = atomic_load(&slot->windows_free);
+        *owed = atomic_load(&slot->windows_owed);
+    }
+    pthread_mutex_unlock(&engine->lock);
+}
+
 /* ---- events ----------------------------------------------------------------------------------- */
 
 static void taken(kvp_ucx *engine, const kvp_ucx_event *event)
@@ -178,6 +280,8 @@ static void taken(kvp_ucx *engine, const kvp_ucx_event *event)
     kvp_endpoint *slot = &engine->endpoints[event->endpoint & UINT32_MAX];
     if (event->kind == KVP_UCX_BATCH) {
         engine->batches_used--;
+    } else if (event->kind == KVP_UCX_READ) {
+        engine->reads_used--;
     } else if (event->kind == KVP_UCX_CLOSED) {
         slot->state = SLOT_TOLD;
     } else if (event->kind == KVP_UCX_ARRIVED) {
@@ -279,6 +383,7 @@ void kvp_ucx_count(kvp_ucx *engine, kvp_ucx_counts *out)
         .ucx_release = engine->ucp->release,
         .endpoints = engine->slots_used,
         .batches = engine->batches_used,
+        .reads = engine->reads_used,
         .wakeups = atomic_load(&engine->wakeups),
         .puts = atomic_load(&engine->puts),
         .put_bytes = atomic_load(&engine->put_bytes),

@@ -11,15 +11,24 @@
 
 enum {
     KVP_WIRE_MAGIC = 0x5855564b, /* "KVUX" */
-    KVP_WIRE_VERSION = 2,
+    KVP_WIRE_VERSION = 3,
     KVP_AM_ID = 11,
     KVP_INCARNATION_BYTES = 16,
     KVP_NOTE_BYTES_MAX = 1088,
     KVP_NOTE_WINDOW = 64, /* notes that may wait at a receiver, per connection */
-    KVP_RKEY_BYTES_MAX = 1024
+    KVP_RKEY_BYTES_MAX = 1024,
+    KVP_ASKS_MAX = 8,       /* that may be unanswered, per connection: a peer with more is cut off */
+    KVP_ASK_ITEMS_MAX = 64, /* 1,536 bytes: an ask fits one packet of the library's */
+    KVP_ASK_CRCS_MAX = 1024 /* 4,096 bytes: so does an answer */
 };
 
-enum { KVP_WIRE_HELLO = 1, KVP_WIRE_NOTE = 2, KVP_WIRE_BEAT = 3 };
+enum {
+    KVP_WIRE_HELLO = 1,
+    KVP_WIRE_NOTE = 2,
+    KVP_WIRE_BEAT = 3,
+    KVP_WIRE_ASK = 4,
+    KVP_WIRE_ANSWER = 5
+};
 
 typedef struct {
     uint32_t magic;
@@ -47,7 +56,42 @@ typedef struct {
     uint64_t inbox_bytes;
 } kvp_wire_hello;
 
+/* Put bytes of slots of a region of the receiver's into the sender's inbox part, one item behind the
+ * other from `at` on, and answer when they are there. Followed, as data, by `count` items. */
+typedef struct {
+    kvp_wire_head head;
+    uint32_t number; /* the sender's name of this ask */
+    uint32_t region;
+    uint64_t at;
+    uint32_t first_crc; /* which checksums of each slot the answer carries */
+    uint32_t crc_count; /* 0: one, of just the item's bytes */
+    uint32_t count;     /* 1 to KVP_ASK_ITEMS_MAX */
+    uint32_t crc;       /* CRC32C of what lies between `head` and here, and of the items */
+} kvp_wire_ask;
+
+typedef struct {
+    uint64_t generation; /* the life the slot must be in */
+    uint64_t offset;     /* in the slot */
+    uint32_t slot;
+    uint32_t size;
+} kvp_wire_item;
+
+/* Sent after the items' bytes were flushed. Followed, as data, by the CRC32C values of the `good`
+ * leading items, uint32 each; the item after those is in another life. */
+typedef struct {
+    kvp_wire_head head;
+    uint32_t number;
+    uint32_t good;
+    uint32_t reserved; /* 0 */
+    uint32_t crc;      /* CRC32C of what lies between `head` and here, and of the values */
+} kvp_wire_answer;
+
 _Static_assert(sizeof(kvp_wire_head) == 24, "wire format");
+_Static_assert(sizeof(kvp_wire_ask) == 56, "wire format");
+_Static_assert(sizeof(kvp_wire_item) == 24, "wire format");
+_Static_assert(sizeof(kvp_wire_answer) == 40, "wire format");
+_Static_assert(offsetof(kvp_wire_ask, crc) == 52, "wire format");
+_Static_assert(offsetof(kvp_wire_answer, crc) == 36, "wire format");
 _Static_assert(offsetof(kvp_wire_head, credit) == 16, "wire format");
 _Static_assert(sizeof(kvp_wire_hello) == 96, "wire format");
 _Static_assert(offsetof(kvp_wire_hello, incarnation) == 48, "wire format");

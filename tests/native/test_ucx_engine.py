@@ -8,12 +8,17 @@ from pathlib import Path
 import pytest
 
 from kvpool.transfer.ucx_library import find_library
+from tests.conftest import Count
 from tests.native.test_native import ADDRESS, INCLUDE, NATIVE, STRICT, THREAD, gcc
 
 pytestmark = pytest.mark.ucx
 
-SOURCES = sorted((NATIVE / "src").glob("ucx_*.c"))
-PROGRAM = NATIVE / "tests" / "ucx_engine.c"
+# The engine, and what reads need: arenas, and copies that are checked.
+SOURCES = [
+    *sorted((NATIVE / "src").glob("ucx_*.c")),
+    *(NATIVE / "src" / f"{name}.c" for name in ("arena", "copy", "crc32c", "crew", "memfd")),
+]
+FLAGS = {"address": ADDRESS, "thread": THREAD}
 
 
 def test_declarations_are_the_librarys(tmp_path: Path) -> None:
@@ -25,15 +30,30 @@ def test_declarations_are_the_librarys(tmp_path: Path) -> None:
     gcc("-std=gnu11", f"-I{headers}", "-c", check, "-o", tmp_path / "check.o")
 
 
-@pytest.mark.parametrize("flags", [ADDRESS, THREAD], ids=["address", "thread"])
-def test_two_engines(flags: list[str], tmp_path: Path) -> None:
-    program = tmp_path / "program"
-    gcc(*STRICT, *flags, INCLUDE, *SOURCES, PROGRAM, "-o", program, "-lpthread", "-ldl")
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Path]]:
+    """Compile the sources once for each sanitizer."""
+    made: dict[str, list[Path]] = {}
+    for name, flags in FLAGS.items():
+        folder = tmp_path_factory.mktemp(name)
+        made[name] = [folder / f"{source.stem}.o" for source in SOURCES]
+        for source, out in zip(SOURCES, made[name], strict=True):
+            gcc(*STRICT, *flags, INCLUDE, "-c", source, "-o", out)
+    return made
+
+
+def run(
+    name: str, sanitizer: str, objects: dict[str, list[Path]], folder: Path, *arguments: str
+) -> str:
+    """Build and run a program of native/tests under a sanitizer; return what it said."""
+    program, source = folder / "program", NATIVE / "tests" / f"{name}.c"
+    flags = [*STRICT, *FLAGS[sanitizer], INCLUDE]
+    gcc(*flags, source, *objects[sanitizer], "-o", program, "-lpthread", "-ldl")
     # UCX rewrites madvise() to a hook of its own, which runs at a thread's end, after
     # ThreadSanitizer has let go of the thread.
     environment = os.environ | {"UCX_MEM_EVENTS": "n"}
     done = subprocess.run(
-        [program, find_library()],
+        [program, find_library(), *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -41,4 +61,16 @@ def test_two_engines(flags: list[str], tmp_path: Path) -> None:
         env=environment,
     )
     assert done.returncode == 0, done.stderr
-    assert "zero-copy" in done.stdout
+    return done.stdout
+
+
+@pytest.mark.parametrize("sanitizer", FLAGS)
+def test_two_engines(sanitizer: str, objects: dict[str, list[Path]], tmp_path: Path) -> None:
+    assert "zero-copy" in run("ucx_engine", sanitizer, objects, tmp_path)
+
+
+@pytest.mark.parametrize("sanitizer", FLAGS)
+def test_reads_and_what_lies_about_them(
+    sanitizer: str, objects: dict[str, list[Path]], tmp_path: Path, count: Count
+) -> None:
+    run("ucx_reads", sanitizer, objects, tmp_path, str(count(30, 300)))

@@ -29,11 +29,8 @@ from kvpool.transfer.ucx_connection import UcxConnection
 from kvpool.transfer.ucx_endpoint import NOTIFICATIONS_MAX
 from kvpool.transfer.ucx_engine import UcxEngine
 from kvpool.transfer.ucx_wire import (
-    ASK_SLOTS_MAX,
     ASKS_MAX,
     PROTOCOL_VERSION,
-    Answer,
-    Ask,
     Offer,
     Taken,
     Welcome,
@@ -138,19 +135,22 @@ def test_a_slot_that_is_released_while_it_is_read_waits_for_the_read(owner: UcxT
     arena.close()
 
 
-def test_an_arena_that_is_closed_is_a_miss(owner: UcxTransport) -> None:
+def test_an_arena_that_is_closed_is_read_until_its_transport_is(owner: UcxTransport) -> None:
+    """As on one host, where the peer has it mapped."""
     arena = Arena(LAYOUT, 2, owner.incarnation)
     owner.register(arena)
-    slots = publish(arena, payload(LAYOUT, 2, seed=1))
+    blocks, out = payload(LAYOUT, 2, seed=1), empty(LAYOUT, 2)
+    slots = publish(arena, blocks)
     address = owner.listen(ANYWHERE, lambda endpoint: None)
     with UcxTransport("reader", inbox_bytes=INBOX) as reader:
         endpoint = reader.connect(address, WAIT_S)
         arena.close()
         read = endpoint.read_blocks(
-            view_of(LAYOUT, empty(LAYOUT, 2)), named(0, slots), source_layout=LAYOUT,
+            view_of(LAYOUT, out), named(0, slots), source_layout=LAYOUT,
             dest_layer=None, deadline_s=WAIT_S,
         )  # fmt: skip
-        assert read.wait(WAIT_S) == 0
+        assert read.wait(WAIT_S) == 2
+        np.testing.assert_array_equal(out, blocks)
 
 
 def test_too_many_connections_are_refused() -> None:
@@ -218,10 +218,11 @@ def test_connections_leave_nothing_behind(owner: UcxTransport) -> None:
             ).wait(WAIT_S)  # fmt: skip
             endpoint.close()
             if number == 10:
-                until(lambda: owner.counts()["endpoints"] == 0)
+                until(lambda: owner.counts()["endpoints"] == 0 == reader.counts()["endpoints"])
                 before = (len(os.listdir("/proc/self/fd")), threading.active_count())
         until(lambda: owner.counts()["endpoints"] == 0 == reader.counts()["endpoints"])
-        assert (len(os.listdir("/proc/self/fd")), threading.active_count()) == before
+        # The library closes a socket a moment after its endpoint.
+        until(lambda: (len(os.listdir("/proc/self/fd")), threading.active_count()) <= before)
         assert reader.counts()["batches"] == 0
     arena.close()
 
@@ -269,16 +270,6 @@ def until(condition: Callable[[], bool]) -> None:
     pytest.fail("the condition never came true")
 
 
-GOOD = Ask(0, 0, 0, 0, LAYOUT.block_bytes, 0, LAYOUT.crc_count, [0], [1])
-
-
-def changed(**fields: object) -> bytes:
-    """An ask of which some fields are wrong."""
-    return b"\1" + msgspec.msgpack.encode(
-        ["ask", *msgspec.structs.asdict(msgspec.structs.replace(GOOD, **fields)).values()]
-    )
-
-
 BAD: dict[str, bytes] = {
     "empty kind": b"\0",
     "unknown kind": b"\2abc",
@@ -287,24 +278,9 @@ BAD: dict[str, bytes] = {
     "nothing": b"\1",
     "second welcome": encode(Welcome(PROTOCOL_VERSION)),
     "other version": b"\1" + msgspec.msgpack.encode(["welcome", PROTOCOL_VERSION + 1]),
-    "answer to nothing": encode(Answer(1, 0)),
     "taken too many": encode(Taken(1)),
     "region out of order": encode(Offer(3, 1, 64, 0)),
     "region of nothing": b"\1" + msgspec.msgpack.encode(["region", 0, 0, 0, 0]),
-    "no such region": changed(region=1),
-    "negative region": changed(region=-1),
-    "past the slot": changed(offset=1),
-    "past the checksums": changed(first_crc=1),
-    "no such slot": changed(slots=[8]),
-    "negative slot": changed(slots=[-1]),
-    "beyond the inbox": changed(at=(1 << 20) - 10),
-    "far beyond the inbox": changed(at=2**48),
-    "nothing of a slot": changed(size=0),
-    "no slots": changed(slots=[], generations=[]),
-    "more generations": changed(generations=[1, 2]),
-    "too many slots": changed(
-        slots=[0] * (ASK_SLOTS_MAX + 1), generations=[1] * (ASK_SLOTS_MAX + 1)
-    ),
 }
 
 
@@ -325,7 +301,7 @@ def test_a_peer_that_lies_is_cut_off(owner: UcxTransport, name: str) -> None:
     arena.close()
 
 
-def test_too_many_asks_and_notifications_cut_a_peer_off(owner: UcxTransport) -> None:
+def test_too_many_notifications_cut_a_peer_off(owner: UcxTransport) -> None:
     stranger = Stranger(owner)
     with stranger.connect() as connection:
         stranger.connected.wait(1)  # nobody takes its notifications
@@ -349,7 +325,7 @@ def test_random_notes_do_no_harm(owner: UcxTransport) -> None:
     owner.register(arena)
     slots = publish(arena, payload(LAYOUT, 2, seed=1))
     stranger = Stranger(owner)
-    good = [encode(Answer(0, 1)), encode(GOOD), encode(Taken(0)), encode(Offer(0, 1, 64, 1))]
+    good = [encode(Taken(0)), encode(Offer(0, 1, 64, 1))]
     for _ in range(20):
         with stranger.connect() as connection:
             for _ in range(50):

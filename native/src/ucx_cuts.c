@@ -1,0 +1,97 @@
+/* How a read is cut into asks that each fit a window of the inbox. Pure: no call of the library. */
+#include "ucx_engine.h"
+
+/* How many layers of one block fit a window. */
+static size_t layers_of(const kvp_ucx_job *job, size_t window)
+{
+    size_t bytes = window / kvp_layer_bytes(job->shape);
+    size_t crcs = KVP_ASK_CRCS_MAX / job->shape->heads;
+    size_t layers = bytes < crcs ? bytes : crcs;
+    return layers < job->layers ? layers : job->layers;
+}
+
+bool kvp_read_fits(const kvp_ucx_job *job, size_t window)
+{
+    return job->shape == NULL || layers_of(job, window) != 0;
+}
+
+/* Blocks: whole ones as many as fit, or some layers of one. */
+static void cut_blocks(kvp_read *read, kvp_ask *ask, size_t window)
+{
+    const kvp_ucx_job *job = &read->job;
+    size_t layer_bytes = kvp_layer_bytes(job->shape), layers = layers_of(job, window), most = 1;
+    if (layers == job->layers) {
+        size_t crcs = KVP_ASK_CRCS_MAX / (layers * job->shape->heads);
+        most = window / (layers * layer_bytes);
+        most = most < crcs ? most : crcs;
+    } else if (layers > job->layers - read->next_part) {
+        layers = job->layers - read->next_part;
+    }
+    ask->first = read->next_item;
+    ask->layer = read->next_part;
+    ask->layers = layers;
+    ask->head.region = job->regions[ask->first];
+    ask->head.first_crc = (uint32_t)(ask->layer * job->shape->heads);
+    ask->head.crc_count = (uint32_t)(layers * job->shape->heads);
+    size_t count = 0;
+    while (count < most && count < KVP_ASK_ITEMS_MAX && ask->first + count < job->count &&
+           job->regions[ask->first + count] == ask->head.region) {
+        size_t at = ask->first + count;
+        ask->items[count++] = (kvp_wire_item){
+            .generation = job->generations[at],
+            .offset = ask->layer * layer_bytes,
+            .slot = job->slots[at],
+            .size = (uint32_t)(layers * layer_bytes),
+        };
+    }
+    ask->head.count = (uint32_t)count;
+    read->next_part += layers;
+    if (read->next_part == job->layers) {
+        read->next_part = 0;
+        read->next_item += count;
+    }
+}
+
+/* Flat bytes: spans one after another while they fit, and a span that does not in pieces. */
+static void cut_spans(kvp_read *read, kvp_ask *ask, size_t window)
+{
+    const kvp_ucx_job *job = &read->job;
+    size_t left = window, count = 0;
+    ask->first = read->next_item;
+    ask->head.region = job->regions[ask->first];
+    ask->head.first_crc = ask->head.crc_count = 0;
+    while (count < KVP_ASK_ITEMS_MAX && read->next_item < job->count &&
+           job->regions[read->next_item] == ask->head.region) {
+        size_t item = read->next_item;
+        const kvp_ucx_span *span = &job->spans[item];
+        size_t rest = span->size - read->next_part;
+        if (rest > left && count != 0) {
+            break;
+        }
+        size_t size = rest < left ? rest : left;
+        ask->local[count] = span->local + read->next_part;
+        ask->item_of[count] = item;
+        ask->items[count++] = (kvp_wire_item){
+            .generation = job->generations[item],
+            .offset = span->remote_offset + read->next_part,
+            .slot = job->slots[item],
+            .size = (uint32_t)size,
+        };
+        left -= size;
+        read->next_part += size;
+        if (read->next_part == span->size) {
+            read->next_part = 0;
+            read->next_item++;
+        }
+    }
+    ask->head.count = (uint32_t)count;
+}
+
+void kvp_read_cut(kvp_read *read, kvp_ask *ask, size_t window)
+{
+    if (read->job.shape != NULL) {
+        cut_blocks(read, ask, window);
+    } else {
+        cut_spans(read, ask, window);
+    }
+}
