@@ -71,18 +71,14 @@ class BlockIndex:
             mask = masks.get(name)
             if mask is None or not mask & bit:
                 continue
-            mask ^= bit
-            if not mask:
+            if mask == bit:
                 del masks[name]
-            elif mask & (mask - 1):
-                masks[name] = mask
             else:
-                masks[name] = self._bits[mask.bit_length() - 1]
+                masks[name] = mask ^ bit
 
     def clear(self, node: int) -> None:
         """Note that ``node`` holds nothing any more. Looks at every hash."""
-        bit = self._bits[node]
-        self.remove(node, [name for name, mask in self._masks.items() if mask & bit])
+        self.remove(node, list(self._masks))
 
     def holds(self, node: int, name: Hashable) -> bool:
         """Tell whether ``node`` holds one block."""

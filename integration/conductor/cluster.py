@@ -74,7 +74,7 @@ class Cluster:
         self._read_nodes = _read_only(self.nodes)
         self._read_prefill = _read_only(self.prefill)
         self._read_decode = _read_only(self.decode)
-        self._drift_s: list[float] = []  # how late each prefill queue runs
+        self._drift_s: list[float] = []  # how late each prefill queue runs, since its first request
         self._promises: dict[int, _Promise] = {}
         self._prefill_ends_s: list[float] = []
         self._decode_starts_s: list[float] = []
@@ -257,7 +257,6 @@ class Cluster:
         self.prefill.queued[worker] -= 1
         if not self.prefill.queued[worker]:
             self.prefill.free_at_s[worker] = now_s
-            self._drift_s[worker] = 0.0
 
     def _stop_waiting(self, promise: _Promise) -> None:
         _take(self._prefill_ends_s, promise.prefill_end_s)

@@ -4,6 +4,7 @@ Owns the scheduling policies: each is a way to score every prefill worker at onc
 wins, and ties are spread. Pure. Who calls it: the planner.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -25,7 +26,7 @@ class PrefillEstimates:
         cached_tokens: Tokens that need no computing, after the copy.
         local_blocks: Leading blocks that the worker's node holds now.
         moved_blocks: Blocks to copy from ``holder`` first; 0: none.
-        holder: The node to copy from, -1 if nobody holds anything.
+        holder: The node to copy from, where there is something to copy.
         wait_s, transfer_s, prefill_s, ttft_s: See `Plan`.
     """
 
@@ -62,7 +63,7 @@ def stay(snapshot: Snapshot, request: Request, cost: CostModel) -> PrefillEstima
     prefill_s = cost.prefill_s(request.tokens, cached)
     none = np.zeros_like(wait_s)
     return PrefillEstimates(
-        cached, local, np.zeros_like(local), -1, wait_s, none, prefill_s, wait_s + prefill_s
+        cached, local, np.zeros_like(local), 0, wait_s, none, prefill_s, wait_s + prefill_s
     )
 
 
@@ -73,15 +74,18 @@ def balance(
 
     A worker that is far behind the longest holder, by more than ``threshold`` in the ratio of
     their matches, copies what it lacks; the others compute it. A worker that matches nothing is
-    behind anybody who matches something. The copy is counted before the wait and the prefill.
+    behind anybody who matches something. The copy is counted before the wait and the prefill. An
+    infinite threshold copies nothing.
     """
+    if math.isinf(threshold):
+        return stay(snapshot, request, cost)
     held = _held_blocks(snapshot, request)
     local = held[snapshot.prefill.node]
     best, holder = _holder(snapshot, request, held)
     behind = best > threshold * local
     moved = np.where(behind, best - local, 0)
     cached = _cached_tokens(snapshot, request, local + moved)
-    transfer_s = _transfer_s(snapshot, request, cost, holder, local, moved)
+    transfer_s = _transfer_s(snapshot, request, cost, holder, moved)
     wait_s = _wait_s(snapshot)
     prefill_s = cost.prefill_s(request.tokens, cached)
     return PrefillEstimates(
@@ -100,17 +104,16 @@ def weigh(
     held = _held_blocks(snapshot, request)
     local = held[snapshot.prefill.node]
     best, holder = _holder(snapshot, request, held)
-    lacking = np.maximum(best - local, 0)
+    lacking = best - local
     wait_s = _wait_s(snapshot)
     cached = _cached_tokens(snapshot, request, local)
     compute_s = cost.prefill_s(request.tokens, cached)
-    all_cached = _cached_tokens(snapshot, request, local + lacking)
+    all_cached = min(best * snapshot.block_tokens, request.tokens - 1)
     rest_s = cost.prefill_s(request.tokens, all_cached)
-    transfer_s = _transfer_s(snapshot, request, cost, holder, local, lacking)
+    transfer_s = _transfer_s(snapshot, request, cost, holder, lacking)
     start_s = np.maximum(wait_s, transfer_s)
-    copies = (lacking > 0) & (
-        start_s + (1 + work_price) * rest_s < wait_s + (1 + work_price) * compute_s
-    )
+    work = 1 + work_price
+    copies = start_s + work * rest_s < wait_s + work * compute_s
     prefill_s = np.where(copies, rest_s, compute_s)
     return PrefillEstimates(
         np.where(copies, all_cached, cached),
@@ -131,9 +134,7 @@ def _held_blocks(snapshot: Snapshot, request: Request) -> Ints:
 
 def _holder(snapshot: Snapshot, request: Request, held: Ints) -> tuple[int, int]:
     """Find the longest match and the node to copy it from: of equal ones, the least busy link."""
-    best = int(held.max(initial=0))
-    if not best:
-        return 0, -1
+    best = int(held.max())
     busy_s = np.maximum(snapshot.nodes.send_free_at_s - snapshot.now_s, 0.0)
     busy_s = np.where(held == best, busy_s, np.inf)
     return best, lowest(busy_s, snapshot.seed, request.number)
@@ -149,11 +150,9 @@ def _wait_s(snapshot: Snapshot) -> Floats:
 
 
 def _transfer_s(
-    snapshot: Snapshot, request: Request, cost: CostModel, holder: int, local: Ints, moved: Ints
+    snapshot: Snapshot, request: Request, cost: CostModel, holder: int, moved: Ints
 ) -> Floats:
     """Time to copy ``moved`` blocks to each worker: after what is in flight at either end."""
-    if holder < 0:
-        return np.zeros(len(moved))
     nodes, node = snapshot.nodes, snapshot.prefill.node
     free_at_s = np.maximum(nodes.send_free_at_s[holder], nodes.receive_free_at_s[node])
     busy_s = np.maximum(free_at_s - snapshot.now_s, 0.0)
