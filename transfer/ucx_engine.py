@@ -23,7 +23,7 @@ from kvpool.errors import ClosedError, InternalError, KVPoolError, UsageError
 from kvpool.memory import Span
 from kvpool.transfer.calls import Call, Calls
 from kvpool.transfer.ucx_connection import UcxConnection, UcxStatus, error_of
-from kvpool.transfer.ucx_library import find_library, require_trusted
+from kvpool.transfer.ucx_library import choose_library, require_trusted
 from kvpool.transfer.ucx_native import EngineLimits, NativeEngine, nanoseconds
 
 if TYPE_CHECKING:
@@ -66,7 +66,7 @@ class UcxEngine(NativeEngine):
             heartbeats and is then silent for the timeout is lost, even if nothing is in flight (UCX
             does not notice a stopped process). The timeout is at least three intervals.
         spin_s: How long the progress thread polls before it sleeps.
-        library: Path of libucp; see ``find_library``.
+        library: Path of libucp; see ``choose_library``.
         name: Names the thread that callbacks run on.
 
     Raises:
@@ -93,7 +93,8 @@ class UcxEngine(NativeEngine):
         name: str = "kvpool-ucx",
     ) -> None:
         self.incarnation = new_incarnation() if incarnation is None else incarnation
-        self.library = find_library(library)
+        choice = choose_library(library)
+        self.library = choice.path
         self.port = 0
         require_trusted(host, trusted_network)
         limits = EngineLimits(
@@ -113,6 +114,7 @@ class UcxEngine(NativeEngine):
         self._on_connect: Callable[[UcxConnection], None] | None = None
         engine = self._live()
         _engines.add(self)
+        log.info("UCX on %s: %s, %s", host, choice.path, choice.why)
         self._calls = Calls(self._wake)
         self._pump = threading.Thread(
             target=self._run, args=(engine,), name=f"{name}-events", daemon=True
@@ -261,11 +263,6 @@ class UcxEngine(NativeEngine):
     ) -> None:
         self.close()
 
-    def _after_fork(self) -> None:
-        """In a child: its parent's threads are not there, and whoever held the lock is not either."""
-        self._lock = threading.Lock()
-        self._engine = None
-
     # ---- the thread of events -----------------------------------------------------------------
 
     def _run(self, engine: "CData") -> None:
@@ -330,7 +327,7 @@ _engines: Final[weakref.WeakSet[UcxEngine]] = weakref.WeakSet()
 
 def _close_in_child() -> None:
     for engine in list(_engines):
-        engine._after_fork()
+        engine.after_fork()
 
 
 os.register_at_fork(after_in_child=_close_in_child)

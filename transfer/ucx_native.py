@@ -261,6 +261,11 @@ class NativeEngine:
             lib.kvp_ucx_windows(self._live(), connection_id, free, owed)
         return free[0], owed[0]
 
+    def after_fork(self) -> None:
+        """In a child: its parent's threads are not there, and whoever held the lock is not either."""
+        self._lock = threading.Lock()
+        self._engine = None
+
     # ---- what events end, for the thread of events ---------------------------------------------
 
     def _ended(self, event: "UcxEvent") -> None:

@@ -1,11 +1,13 @@
 /* The reference for a batch put over TCP: a plain loop of ucp_put_nbx and one flush.
  *
  *   ucx_put LIBRARY serve BYTES        registers memory, prints its port, sleeps when idle
- *   ucx_put LIBRARY send PORT BYTES    for each line "SIZE COUNT" puts COUNT spans of SIZE bytes and
- *                                      prints the seconds until the flush completed
+ *   ucx_put LIBRARY send PORT BYTES    for each line "SIZE COUNT STRIDE" puts COUNT spans of SIZE
+ *                                      bytes, every STRIDE-th, and prints the seconds until the flush
+ *                                      completed
  *
  * Same library, settings, error handling mode and spans as the engine: distinct blocks of a source
- * as large as the destination, which both rotate through. One thread a side, no queue, no note. Both
+ * as large as the destination, which both rotate through: the n-th span since the start is block
+ * n * STRIDE of them, modulo their number, which STRIDE must not divide. One thread a side, no queue, no note. Both
  * poll for 50 us after the last progress and then sleep, as the engine does; with `poll` instead of
  * `send` the sender never sleeps while it waits.
  */
@@ -231,14 +233,13 @@ static void send_all(const char *library, const char *port, size_t size)
     ucx_rkey *rkey;
     check(!failed && ucp->ep_rkey_unpack(ep, remote.key, &rkey) == UCX_OK, "rkey_unpack");
     const ucx_request_param done = {.op_attr_mask = UCX_OP_CALLBACK, .cb = on_done};
-    size_t span, count, at = 0;
-    while (scanf("%zu %zu", &span, &count) == 2) {
-        check(span * count <= size, "more than the memory");
-        if (at + span * count > size) {
-            at = 0;
-        }
+    size_t span, count, stride, turn = 0;
+    while (scanf("%zu %zu %zu", &span, &count, &stride) == 3) {
+        size_t blocks = size / span;
+        check(count <= blocks, "more than the memory");
         uint64_t begin = now_ns();
-        for (size_t i = 0; i < count; i++, at += span) {
+        for (size_t i = 0; i < count; i++, turn++) {
+            size_t at = turn % blocks * stride % blocks * span;
             track(ucp->put_nbx(ep, source + at, span, remote.address + at, rkey, &done));
         }
         track(ucp->ep_flush_nbx(ep, &done));

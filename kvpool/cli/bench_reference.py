@@ -22,6 +22,9 @@ from kvpool.errors import UsageError
 
 _ROOT: Final = Path(__file__).resolve().parents[2]
 _SOURCES: Final = _ROOT / "benchmarks" / "reference"
+_NATIVE: Final = _ROOT / "native"
+# What a program may include of the engine.
+_HEADERS: Final = sorted((_NATIVE / "src").glob("*.h"))
 _BUILT: Final = _ROOT / "build" / "reference"
 _CPUS: Final = Path("/sys/devices/system/cpu")
 _ROTATE_BYTES_MIN: Final = 128 << 20
@@ -35,26 +38,38 @@ def compiled(name: str, built: Path = _BUILT) -> Path:
 
     Raises UsageError where that cannot be done.
     """
-    source = _SOURCES / f"{name}.c"
+    return _built(name, (_SOURCES / f"{name}.c",), ["-fPIC", "-shared", "-pthread"], ".so", built)
+
+
+def program(name: str, natives: Sequence[str], built: Path = _BUILT) -> Path:
+    """Compile a reference that is a program, with sources of ``native/src``; else as ``compiled``."""
+    sources = (_SOURCES / f"{name}.c", *(_NATIVE / "src" / f"{each}.c" for each in natives))
+    flags = ["-std=gnu11", f"-I{_NATIVE / 'include'}", "-pthread", "-ldl"]
+    return _built(name, sources, flags, "", built)
+
+
+def _built(
+    name: str, sources: Sequence[Path], flags: Sequence[str], suffix: str, built: Path
+) -> Path:
     compiler = shutil.which("gcc") or shutil.which("cc")
-    if not source.exists() or compiler is None:
+    if not all(source.exists() for source in sources) or compiler is None:
         raise UsageError("references are compiled from a checkout of kvpool: get one, and gcc")
-    flags = ["-O3", "-fPIC", "-shared", "-pthread"]
-    digest = hashlib.sha256(source.read_bytes() + " ".join(flags).encode()).hexdigest()[:16]
-    library = built / f"{name}-{digest}.so"
-    if not library.exists():
+    texts = b"".join(source.read_bytes() for source in (*sources, *_HEADERS) if source.exists())
+    digest = hashlib.sha256(texts + " ".join(flags).encode()).hexdigest()[:16]
+    out = built / f"{name}-{digest}{suffix}"
+    if not out.exists():
         built.mkdir(parents=True, exist_ok=True)
-        fresh = library.with_suffix(f".{os.getpid()}")
+        fresh = built / f"{name}-{digest}.{os.getpid()}"
         done = subprocess.run(
-            [compiler, *flags, "-o", str(fresh), str(source)],
+            [compiler, "-O3", "-o", str(fresh), *map(str, sources), *flags],
             capture_output=True,
             text=True,
             check=False,
         )
         if done.returncode:
-            raise UsageError(f"{source} does not compile: {done.stderr}")
-        fresh.replace(library)  # whole or not at all, whoever else compiles it now
-    return library
+            raise UsageError(f"{sources[0]} does not compile: {done.stderr}")
+        fresh.replace(out)  # whole or not at all, whoever else compiles it now
+    return out
 
 
 def rotate_bytes(cpus: Path = _CPUS) -> int:

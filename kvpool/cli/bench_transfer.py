@@ -1,4 +1,4 @@
-"""Rows of the host transport: verified pulls out of a peer's arena against a C copy of the same spans.
+"""Rows of the transports. Here: verified pulls out of a peer's arena against a C copy of the same spans.
 
 Both ends live in this process, connected through the socket, with the arena mapped a second time,
 read-only, as a peer maps it. One operation moves 32 MiB; a sample goes once round sources and
@@ -14,7 +14,7 @@ from typing import Final
 
 from kvpool.arena import Arena, Window
 from kvpool.block import BlockLayout
-from kvpool.cli import bench_stream
+from kvpool.cli import bench_stream, bench_ucx
 from kvpool.cli.bench import Case, Sides, Timer
 from kvpool.cli.bench_reference import CopyReference, Spans, rotate_bytes
 from kvpool.cli.bench_tiers import aligned_room
@@ -41,7 +41,7 @@ def cases(quick: bool) -> list[Case]:
         )
         for name, layers in _LAYERS.items()
     ]
-    return [*pulls, *bench_stream.cases(quick)]
+    return [*pulls, *bench_ucx.cases(quick), *bench_stream.cases(quick)]
 
 
 @contextmanager

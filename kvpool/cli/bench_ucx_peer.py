@@ -1,0 +1,66 @@
+"""The other process of the UCX rows: it owns what is written into, or what is read.
+
+Owns nothing but its memory: it answers until its standard input ends, which is also how a parent's
+death ends it. Speaks one line of JSON, where it listens. Who calls it: ``bench_ucx``, as
+``python -m kvpool.cli.bench_ucx_peer ROLE BYTES [LAYERS]``.
+"""
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Final
+
+from kvpool.arena import Arena
+from kvpool.block import BlockLayout
+from kvpool.cli.bench_tiers import aligned_room
+from kvpool.memory import BlockView, copy_blocks
+from kvpool.transfer.ucx import UcxTransport
+from kvpool.transfer.ucx_engine import UcxEngine
+
+
+def layout(layers: int) -> BlockLayout:
+    """Return blocks of 64 KiB a layer: 16 tokens of 8 KV heads of 128 bfloat16 numbers."""
+    return BlockLayout(
+        num_layers=layers, kv_heads=8, block_tokens=16, k_dim=128, v_dim=128, dtype="bfloat16"
+    )
+
+
+def serve_inbox(size: int, layers: int) -> None:
+    """Be written into: an inbox of ``size`` bytes."""
+    with UcxEngine(inbox=aligned_room(size), endpoint_max=1) as engine:
+        _until_the_end({"port": engine.listen(lambda other: other.on_notification(_ignore))})
+
+
+def serve_blocks(size: int, layers: int) -> None:
+    """Be read from: ``size`` bytes of blocks, in slots 0 and up."""
+    with UcxTransport("bench-owner") as transport:
+        shape = layout(layers)
+        arena = Arena(shape, size // shape.block_bytes, transport.incarnation)
+        slots = arena.reserve_some(arena.slot_count)
+        source = BlockView.of_buffer(shape, aligned_room(arena.slot_count * shape.block_bytes))
+        crcs = copy_blocks(arena.view(slots), source)
+        arena.commit_all(slots, crcs, bytes(32 * len(slots)))
+        transport.register(arena)
+        where = transport.listen("ucx://127.0.0.1:0", lambda endpoint: None)
+        generations = slots.generations.tolist()
+        _until_the_end(
+            {"address": where, "slots": slots.indices.tolist(), "generations": generations}
+        )
+
+
+def _ignore(note: bytes) -> None:
+    """Take a note."""
+
+
+def _until_the_end(where: dict[str, object]) -> None:
+    print(json.dumps(where), flush=True)
+    sys.stdin.read()
+
+
+ROLES: Final[dict[str, Callable[[int, int], None]]] = {
+    "inbox": serve_inbox,
+    "blocks": serve_blocks,
+}
+
+if __name__ == "__main__":
+    ROLES[sys.argv[1]](int(sys.argv[2]), int(sys.argv[3]))
