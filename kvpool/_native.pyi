@@ -1,4 +1,5 @@
-"""The C core as Python sees it: native/include/kvpool_api.h and kvpool_ucx_api.h, through cffi.
+"""The C core as Python sees it: native/include/kvpool_api.h, kvpool_ucx_api.h and kvpool_ssd_api.h,
+through cffi.
 
 Those headers say what each function does, who owns what, and which threads may call; a test compares
 the names here with those compiled. Functions run without the GIL. An argument that is a pointer is
@@ -54,6 +55,17 @@ class ArenaCounts(CData):
     pins: int
     grants: int
 
+class LedgerCounts(CData):
+    """A ``kvp_ledger_counts *``."""
+
+    free: int
+    reserved: int
+    ready: int
+    quarantined: int
+    pins: int
+    grants: int
+    stale: int
+
 class UcxEvent(CData):
     """A ``kvp_ucx_event *``."""
 
@@ -94,7 +106,13 @@ class FFI:
     def new(  # type: ignore[overload-overlap]
         self,
         cdecl: Literal[
-            "kvp_arena **", "kvp_crew **", "kvp_window **", "kvp_mailbox **", "kvp_ucx **"
+            "kvp_arena **",
+            "kvp_crew **",
+            "kvp_window **",
+            "kvp_mailbox **",
+            "kvp_ucx **",
+            "kvp_ledger **",
+            "kvp_ssd **",
         ],
         /,
     ) -> PointerCData: ...
@@ -102,6 +120,10 @@ class FFI:
     def new(  # type: ignore[overload-overlap]
         self, cdecl: Literal["kvp_arena_counts *"], /
     ) -> ArenaCounts: ...
+    @overload
+    def new(  # type: ignore[overload-overlap]
+        self, cdecl: Literal["kvp_ledger_counts *"], /
+    ) -> LedgerCounts: ...
     @overload
     def new(  # type: ignore[overload-overlap]
         self, cdecl: Literal["kvp_ucx_event *"], /
@@ -127,7 +149,7 @@ class FFI:
     ) -> _Pointer: ...
 
 class Lib:
-    """Every function and constant of the two headers."""
+    """Every function and constant of the three headers."""
 
     KVP_OK: Final = 0
     KVP_MISS: Final = 1
@@ -149,6 +171,20 @@ class Lib:
     KVP_ARENA_RELEASE: Final = 4
     KVP_ARENA_REQUIRE_RESERVED: Final = 5
     KVP_ARENA_REQUIRE_PINNED: Final = 6
+
+    KVP_SLOT_DONE: Final = 0
+    KVP_SLOT_EMPTY: Final = 1
+    KVP_SLOT_CORRUPT: Final = 2
+    KVP_SLOT_OTHER: Final = 3
+    KVP_SLOT_VERSION: Final = 4
+    KVP_SLOT_FAILED: Final = 5
+    KVP_SLOT_LATE: Final = 6
+    KVP_SLOT_SKIPPED: Final = 7
+    KVP_SLOT_SOURCE: Final = 8
+
+    KVP_SSD_INTENT_BYTES: Final = 4096
+    KVP_SSD_INTENT_SLOTS: Final = 1000
+    KVP_SSD_SEGMENTS_MAX: Final = 1024
 
     KVP_UCX_OPENED: Final = 1
     KVP_UCX_ARRIVED: Final = 2
@@ -185,6 +221,8 @@ class Lib:
     def kvp_table_match(
         self, table: CData, hashes: CData | bytes, count: int, values: CData, /
     ) -> int: ...
+    def kvp_table_sweep(self, table: CData, dead: CData, numbers: int, /) -> int: ...
+    def kvp_table_list(self, table: CData, hashes: CData, room: int, /) -> int: ...
 
     # crc32c.c
     def kvp_crc32c(self, crc: int, data: CData | bytes, size: int, /) -> int: ...
@@ -328,6 +366,143 @@ class Lib:
 
     # probe.c
     def kvp_probe_io_uring(self) -> int: ...
+
+    # ledger.c, ledger_list.c
+    def kvp_ledger_open(self, slot_count: int, first_generation: int, out: CData, /) -> int: ...
+    def kvp_ledger_close(self, ledger: CData, /) -> None: ...
+    def kvp_ledger_reserve(
+        self, ledger: CData, count: int, grant: bool, slots: CData, generations: CData, /
+    ) -> int: ...
+    def kvp_ledger_evict(self, ledger: CData, count: int, /) -> int: ...
+    def kvp_ledger_commit(
+        self,
+        ledger: CData,
+        slots: CData,
+        generations: CData,
+        keys: CData | bytes,
+        parents: CData | bytes,
+        count: int,
+        added: CData,
+        bad: CData,
+        /,
+    ) -> int: ...
+    def kvp_ledger_restore(
+        self,
+        ledger: CData,
+        slots: CData,
+        generations: CData,
+        keys: CData | bytes,
+        parents: CData | bytes,
+        count: int,
+        kept: CData,
+        /,
+    ) -> None: ...
+    def kvp_ledger_match(self, ledger: CData, keys: CData | bytes, count: int, /) -> int: ...
+    def kvp_ledger_rooted(self, ledger: CData, keys: CData | bytes, count: int, /) -> int: ...
+    def kvp_ledger_touch(
+        self, ledger: CData, keys: CData | bytes, count: int, here: CData, /
+    ) -> None: ...
+    def kvp_ledger_pin(
+        self, ledger: CData, keys: CData | bytes, count: int, slots: CData, generations: CData, /
+    ) -> int: ...
+    def kvp_ledger_drop(self, ledger: CData, key: CData | bytes, /) -> int: ...
+    def kvp_ledger_change(
+        self, ledger: CData, step: int, slots: CData, generations: CData, count: int, done: CData, /
+    ) -> int: ...
+    def kvp_ledger_names(
+        self,
+        ledger: CData,
+        slots: CData,
+        generations: CData,
+        count: int,
+        keys: CData,
+        parents: CData,
+        ready: CData,
+        /,
+    ) -> None: ...
+    def kvp_ledger_list(
+        self,
+        ledger: CData,
+        next: CData,
+        count: int,
+        slots: CData,
+        generations: CData,
+        keys: CData,
+        parents: CData,
+        /,
+    ) -> int: ...
+    def kvp_ledger_stale(self, ledger: CData, count: int, slots: CData, /) -> int: ...
+    def kvp_ledger_mark(self, ledger: CData, slots: CData, count: int, stale: bool, /) -> None: ...
+    def kvp_ledger_count(self, ledger: CData, out: CData, /) -> None: ...
+
+    # ssd.c, ssd_io.c, ssd_slot.c
+    def kvp_ssd_open(
+        self,
+        geometry: CData,
+        fds: CData,
+        fd_count: int,
+        intent_fd: int,
+        lock_fd: int,
+        out: CData,
+        /,
+    ) -> int: ...
+    def kvp_ssd_close(self, ssd: CData, timeout_ns: int, /) -> None: ...
+    def kvp_ssd_read(
+        self,
+        ssd: CData,
+        slots: CData,
+        generations: CData,
+        keys: CData | bytes,
+        count: int,
+        dst: CData,
+        dst_blocks: CData,
+        timeout_ns: int,
+        crcs: CData,
+        results: CData,
+        error: CData,
+        /,
+    ) -> int: ...
+    def kvp_ssd_write(
+        self,
+        ssd: CData,
+        slots: CData,
+        generations: CData,
+        keys: CData | bytes,
+        parents: CData | bytes,
+        count: int,
+        also: int,
+        src: CData,
+        src_blocks: CData,
+        crc_expected: CData,
+        timeout_ns: int,
+        results: CData,
+        error: CData,
+        /,
+    ) -> int: ...
+    def kvp_ssd_erase(
+        self, ssd: CData, slots: CData, count: int, timeout_ns: int, results: CData, error: CData, /
+    ) -> int: ...
+    def kvp_ssd_scan(
+        self,
+        ssd: CData,
+        slots: CData,
+        count: int,
+        whole: bool,
+        timeout_ns: int,
+        keys: CData,
+        parents: CData,
+        generations: CData,
+        results: CData,
+        error: CData,
+        /,
+    ) -> int: ...
+    def kvp_ssd_settled(
+        self, ssd: CData, count: int, slots: CData, generations: CData, /
+    ) -> int: ...
+    def kvp_ssd_late(self, ssd: CData, /) -> int: ...
+    def kvp_ssd_intent_slots(
+        self, page: CData | bytes, size: int, store_id: CData | bytes, count: int, slots: CData, /
+    ) -> int: ...
 
     # ucx_*.c
     def kvp_ucx_open(

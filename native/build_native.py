@@ -9,7 +9,7 @@ from cffi import FFI
 HERE = Path("native")
 
 ffibuilder = FFI()
-for header in ("kvpool_api.h", "kvpool_ucx_api.h"):
+for header in ("kvpool_api.h", "kvpool_ucx_api.h", "kvpool_ssd_api.h"):
     ffibuilder.cdef((HERE / "include" / header).read_text())
 ffibuilder.set_source(
     "kvpool._native",

@@ -9,5 +9,6 @@
 
 #include "kvpool_api.h"
 #include "kvpool_ucx_api.h"
+#include "kvpool_ssd_api.h"
 
 #endif

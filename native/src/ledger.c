@@ -1,0 +1,336 @@
+/* Which block lies in which slot, for a tier that keeps no object a block.
+ *
+ * Owns: the life of a slot, and what changes it. Everything is in arrays by slot (kvpool_ledger.h);
+ * ledger_order.c keeps their order, ledger_list.c only looks. Never touches a slot's bytes. */
+#include <stdlib.h>
+#include <string.h>
+#include <sys/random.h>
+
+#include "kvpool_ledger.h"
+
+static void set_free(kvp_ledger *ledger, uint32_t slot)
+{
+    ledger->states[slot] = FREE;
+    ledger->next[slot] = ledger->free_head;
+    ledger->free_head = slot;
+    ledger->counts.free++;
+}
+
+/* A RESERVED slot, or one that a block has left, is free, or quarantined while grants are out. */
+static void give_up(kvp_ledger *ledger, uint32_t slot)
+{
+    if (ledger->grants[slot] == 0) {
+        set_free(ledger, slot);
+        return;
+    }
+    ledger->states[slot] = QUARANTINED;
+    ledger->counts.quarantined++;
+}
+
+void kvp_ledger_set_stale(kvp_ledger *ledger, uint32_t slot, bool stale)
+{
+    ledger->counts.stale += stale;
+    ledger->counts.stale -= ledger->stale[slot];
+    ledger->stale[slot] = stale;
+}
+
+/* A block enters the tables. */
+static void enter(kvp_ledger *ledger, uint32_t slot, const uint8_t *key, const uint8_t *parent)
+{
+    memcpy(ledger->keys[slot], key, HASH_BYTES);
+    memcpy(ledger->parents[slot], parent, HASH_BYTES);
+    if (kvp_ledger_has_child(ledger, key)) { /* before its parent's chain may lead back here */
+        const uint8_t *ancestor = parent;
+        uint32_t at;
+        while (memcmp(ancestor, key, HASH_BYTES) != 0 && !kvp_ledger_no_parent(ancestor) &&
+               (at = kvp_ledger_slot(ledger, ancestor)) != NONE)
+            ancestor = ledger->parents[at];
+        if (memcmp(ancestor, key, HASH_BYTES) == 0)
+            memset(ledger->parents[slot], 0, HASH_BYTES);
+    }
+    ledger->by_key.places[kvp_ledger_find(ledger, &ledger->by_key, key)] = slot + 1;
+    kvp_ledger_join(ledger, slot);
+    ledger->states[slot] = READY;
+    ledger->counts.ready++;
+    kvp_ledger_set_stale(ledger, slot, false);
+    kvp_ledger_use(ledger, slot);
+    uint32_t above = kvp_ledger_slot(ledger, ledger->parents[slot]);
+    if (above != NONE)
+        kvp_ledger_reconsider(ledger, above);
+}
+
+/* A block leaves the tables, and its slot unless somebody reads it. */
+static void leave(kvp_ledger *ledger, uint32_t slot)
+{
+    kvp_ledger_empty(ledger, &ledger->by_key, kvp_ledger_find(ledger, &ledger->by_key, ledger->keys[slot]));
+    kvp_ledger_part(ledger, slot);
+    ledger->states[slot] = DROPPED;
+    kvp_ledger_reconsider(ledger, slot);
+    uint32_t above = kvp_ledger_slot(ledger, ledger->parents[slot]);
+    if (above != NONE)
+        kvp_ledger_reconsider(ledger, above);
+    kvp_ledger_set_stale(ledger, slot, true);
+    if (ledger->pins[slot] == 0) {
+        ledger->counts.ready--;
+        give_up(ledger, slot);
+    }
+}
+
+/* Whether that life of the slot is going on: KVP_INVALID past the end, KVP_STALE if not. */
+kvp_status kvp_ledger_look(const kvp_ledger *ledger, uint32_t slot, uint64_t generation)
+{
+    if (slot >= ledger->slot_count)
+        return KVP_INVALID;
+    bool lives = ledger->states[slot] != FREE && ledger->generations[slot] == generation;
+    return lives ? KVP_OK : KVP_STALE;
+}
+
+static kvp_status step_once(kvp_ledger *ledger, kvp_arena_step step, uint32_t slot)
+{
+    const uint8_t state = ledger->states[slot];
+    switch (step) {
+    case KVP_ARENA_PIN:
+        return KVP_INVALID; /* by key only */
+    case KVP_ARENA_UNPIN:
+        if (ledger->pins[slot] == 0)
+            return KVP_INVALID;
+        ledger->counts.pins--;
+        if (--ledger->pins[slot] == 0 && state == DROPPED) {
+            ledger->counts.ready--;
+            give_up(ledger, slot);
+        } else {
+            kvp_ledger_reconsider(ledger, slot);
+        }
+        return KVP_OK;
+    case KVP_ARENA_GRANT:
+        if (state == QUARANTINED)
+            return KVP_BUSY;
+        ledger->grants[slot]++;
+        ledger->counts.grants++;
+        return KVP_OK;
+    case KVP_ARENA_SETTLE:
+        if (ledger->grants[slot] == 0)
+            return KVP_INVALID;
+        ledger->counts.grants--;
+        if (--ledger->grants[slot] == 0 && state == QUARANTINED) {
+            ledger->counts.quarantined--;
+            set_free(ledger, slot);
+        }
+        return KVP_OK;
+    case KVP_ARENA_RELEASE:
+        if (state != RESERVED)
+            return KVP_BUSY;
+        ledger->counts.reserved--;
+        give_up(ledger, slot);
+        return KVP_OK;
+    case KVP_ARENA_REQUIRE_RESERVED:
+        return state == RESERVED ? KVP_OK : KVP_BUSY;
+    case KVP_ARENA_REQUIRE_PINNED:
+        return ledger->pins[slot] > 0 ? KVP_OK : KVP_BUSY;
+    }
+    return KVP_INVALID;
+}
+
+/* One array of the ledger, or null. */
+static void *array(size_t count, size_t size)
+{
+    return calloc(count, size);
+}
+
+kvp_status kvp_ledger_open(size_t slot_count, uint64_t first_generation, kvp_ledger **out)
+{
+    if (slot_count == 0 || slot_count >= NONE / 2 || first_generation == 0)
+        return KVP_INVALID;
+    kvp_ledger *ledger = calloc(1, sizeof *ledger);
+    if (ledger == NULL)
+        return KVP_SYSTEM;
+    pthread_mutex_init(&ledger->mutex, NULL);
+    ledger->slot_count = ledger->counts.free = slot_count;
+    ledger->place_count = slot_count + slot_count / 2 + 2;
+    ledger->generation = first_generation;
+    ledger->by_key.places = array(ledger->place_count, sizeof(uint32_t));
+    ledger->by_parent.places = array(ledger->place_count, sizeof(uint32_t));
+    ledger->keys = array(slot_count, HASH_BYTES);
+    ledger->parents = array(slot_count, HASH_BYTES);
+    ledger->generations = array(slot_count, sizeof(uint64_t));
+    ledger->used = array(slot_count, sizeof(uint64_t));
+    ledger->pins = array(slot_count, sizeof(uint32_t));
+    ledger->grants = array(slot_count, sizeof(uint32_t));
+    ledger->next = array(slot_count, sizeof(uint32_t));
+    ledger->previous = array(slot_count, sizeof(uint32_t));
+    ledger->heap = array(slot_count, sizeof(uint32_t));
+    ledger->heap_at = array(slot_count, sizeof(uint32_t));
+    ledger->states = array(slot_count, 1);
+    ledger->stale = array(slot_count, sizeof(bool));
+    bool whole = ledger->by_key.places && ledger->by_parent.places && ledger->keys &&
+                 ledger->parents && ledger->generations && ledger->used && ledger->pins &&
+                 ledger->grants && ledger->next && ledger->previous && ledger->heap &&
+                 ledger->heap_at && ledger->states && ledger->stale;
+    if (!whole || getrandom(&ledger->seed, sizeof ledger->seed, 0) < 0) {
+        kvp_ledger_close(ledger);
+        return KVP_SYSTEM;
+    }
+    ledger->by_key.hashes = (const hash *)ledger->keys;
+    ledger->by_parent.hashes = (const hash *)ledger->parents;
+    for (uint32_t slot = 0; slot < slot_count; slot++) {
+        ledger->next[slot] = slot + 1; /* slot 0 is handed out first */
+        ledger->heap_at[slot] = NONE;
+    }
+    *out = ledger;
+    return KVP_OK;
+}
+
+void kvp_ledger_close(kvp_ledger *ledger)
+{
+    if (ledger == NULL)
+        return;
+    free(ledger->by_key.places);
+    free(ledger->by_parent.places);
+    free(ledger->keys);
+    free(ledger->parents);
+    free(ledger->generations);
+    free(ledger->used);
+    free(ledger->pins);
+    free(ledger->grants);
+    free(ledger->next);
+    free(ledger->previous);
+    free(ledger->heap);
+    free(ledger->heap_at);
+    free(ledger->states);
+    free(ledger->stale);
+    pthread_mutex_destroy(&ledger->mutex);
+    free(ledger);
+}
+
+size_t kvp_ledger_reserve(kvp_ledger *ledger, size_t count, bool grant, uint32_t *slots,
+                          uint64_t *generations)
+{
+    pthread_mutex_lock(&ledger->mutex);
+    if (count > ledger->counts.free)
+        count = ledger->counts.free;
+    for (size_t i = 0; i < count; i++) {
+        uint32_t slot = ledger->free_head;
+        ledger->free_head = ledger->next[slot];
+        ledger->states[slot] = RESERVED;
+        ledger->grants[slot] = grant;
+        slots[i] = slot;
+        generations[i] = ledger->generations[slot] = ledger->generation++;
+    }
+    ledger->counts.free -= count;
+    ledger->counts.reserved += count;
+    ledger->counts.grants += grant ? count : 0;
+    pthread_mutex_unlock(&ledger->mutex);
+    return count;
+}
+
+size_t kvp_ledger_evict(kvp_ledger *ledger, size_t count)
+{
+    size_t gone = 0;
+    pthread_mutex_lock(&ledger->mutex);
+    for (; gone < count && ledger->heap_count > 0; gone++)
+        leave(ledger, ledger->heap[0]);
+    pthread_mutex_unlock(&ledger->mutex);
+    return gone;
+}
+
+kvp_status kvp_ledger_commit(kvp_ledger *ledger, const uint32_t *slots,
+                             const uint64_t *generations, const uint8_t *keys,
+                             const uint8_t *parents, size_t count, bool *added, size_t *bad)
+{
+    kvp_status status = KVP_OK;
+    size_t i = 0;
+    pthread_mutex_lock(&ledger->mutex);
+    for (; i < count; i++) {
+        status = kvp_ledger_look(ledger, slots[i], generations[i]);
+        if (status == KVP_OK)
+            status = step_once(ledger, KVP_ARENA_REQUIRE_RESERVED, slots[i]);
+        if (status != KVP_OK)
+            break;
+    }
+    *bad = i;
+    for (i = 0; status == KVP_OK && i < count; i++) {
+        const uint8_t *key = keys + i * HASH_BYTES;
+        if (ledger->states[slots[i]] != RESERVED) { /* named twice in this call */
+            added[i] = false;
+            continue;
+        }
+        uint32_t here = kvp_ledger_slot(ledger, key);
+        added[i] = here == NONE;
+        ledger->counts.reserved--;
+        if (added[i]) {
+            enter(ledger, slots[i], key, parents + i * HASH_BYTES);
+        } else {
+            kvp_ledger_use(ledger, here);
+            give_up(ledger, slots[i]);
+        }
+    }
+    pthread_mutex_unlock(&ledger->mutex);
+    return status;
+}
+
+void kvp_ledger_restore(kvp_ledger *ledger, const uint32_t *slots, const uint64_t *generations,
+                        const uint8_t *keys, const uint8_t *parents, size_t count, bool *kept)
+{
+    pthread_mutex_lock(&ledger->mutex);
+    for (size_t i = 0; i < count; i++) {
+        const uint8_t *key = keys + i * HASH_BYTES;
+        kept[i] = slots[i] < ledger->slot_count && ledger->states[slots[i]] == FREE &&
+                  kvp_ledger_slot(ledger, key) == NONE;
+        if (!kept[i])
+            continue;
+        ledger->generations[slots[i]] = generations[i];
+        enter(ledger, slots[i], key, parents + i * HASH_BYTES);
+    }
+    ledger->counts.free = 0;
+    for (uint32_t slot = (uint32_t)ledger->slot_count; slot-- > 0;)
+        if (ledger->states[slot] == FREE)
+            set_free(ledger, slot);
+    pthread_mutex_unlock(&ledger->mutex);
+}
+
+size_t kvp_ledger_pin(kvp_ledger *ledger, const uint8_t *keys, size_t count, uint32_t *slots,
+                      uint64_t *generations)
+{
+    size_t i = 0;
+    pthread_mutex_lock(&ledger->mutex);
+    for (; i < count; i++) {
+        uint32_t slot = kvp_ledger_slot(ledger, keys + i * HASH_BYTES);
+        if (slot == NONE)
+            break;
+        ledger->pins[slot]++;
+        ledger->counts.pins++;
+        kvp_ledger_use(ledger, slot);
+        slots[i] = slot;
+        generations[i] = ledger->generations[slot];
+    }
+    pthread_mutex_unlock(&ledger->mutex);
+    return i;
+}
+
+kvp_status kvp_ledger_drop(kvp_ledger *ledger, const uint8_t *key)
+{
+    pthread_mutex_lock(&ledger->mutex);
+    uint32_t slot = kvp_ledger_slot(ledger, key);
+    if (slot != NONE)
+        leave(ledger, slot);
+    pthread_mutex_unlock(&ledger->mutex);
+    return slot == NONE ? KVP_MISS : KVP_OK;
+}
+
+kvp_status kvp_ledger_change(kvp_ledger *ledger, kvp_arena_step step, const uint32_t *slots,
+                             const uint64_t *generations, size_t count, size_t *done)
+{
+    kvp_status status = KVP_OK;
+    size_t i = 0;
+    pthread_mutex_lock(&ledger->mutex);
+    for (; i < count; i++) {
+        status = kvp_ledger_look(ledger, slots[i], generations[i]);
+        if (status == KVP_OK)
+            status = step_once(ledger, step, slots[i]);
+        if (status != KVP_OK)
+            break;
+    }
+    pthread_mutex_unlock(&ledger->mutex);
+    *done = i;
+    return status;
+}

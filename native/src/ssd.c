@@ -1,0 +1,175 @@
+/* The calls of the SSD tier: batches of slots, and the order of a durable write.
+ *
+ * Owns: what is written before what. An intent names the slots that a write will be at, and is
+ * durable before the first of them changes; so after a power cut only slots of the last intents can
+ * be torn, and whoever opens the store looks at just those. */
+#define _GNU_SOURCE
+#include <stdlib.h>
+#include <string.h>
+
+#include "kvpool_ssd.h"
+
+/* Whether every slot lies in the store. */
+static bool fit(const kvp_ssd *ssd, const uint32_t *slots, size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        if (slots[i] >= ssd->geometry.slot_count)
+            return false;
+    return true;
+}
+
+/* What a batch of one kind of job ended with: KVP_SYSTEM if one failed. */
+static kvp_status outcome(const batch *mine, kvp_status status, int *error)
+{
+    if (mine->error != 0 && *error == 0)
+        *error = mine->error;
+    for (size_t i = 0; status == KVP_OK && i < mine->count; i++)
+        if (mine->results[i] == KVP_SLOT_FAILED)
+            status = KVP_SYSTEM;
+    return status;
+}
+
+kvp_status kvp_ssd_read(kvp_ssd *ssd, const uint32_t *slots, const uint64_t *generations,
+                        const uint8_t *keys, size_t count, const kvp_view *dst,
+                        const uint64_t *dst_blocks, uint64_t timeout_ns, uint32_t *crcs,
+                        uint8_t *results, int *error)
+{
+    *error = 0;
+    if (!fit(ssd, slots, count))
+        return KVP_INVALID;
+    const struct timespec deadline = kvp_ssd_deadline(timeout_ns);
+    batch mine = {.kind = READ,
+                  .slots = slots,
+                  .generations = generations,
+                  .keys = keys,
+                  .view = dst,
+                  .blocks = dst_blocks,
+                  .crcs = crcs,
+                  .results = results,
+                  .count = count};
+    return outcome(&mine, kvp_ssd_run(ssd, &mine, &deadline), error);
+}
+
+kvp_status kvp_ssd_scan(kvp_ssd *ssd, const uint32_t *slots, size_t count, bool whole,
+                        uint64_t timeout_ns, uint8_t *keys, uint8_t *parents,
+                        uint64_t *generations, uint8_t *results, int *error)
+{
+    *error = 0;
+    if (!fit(ssd, slots, count))
+        return KVP_INVALID;
+    const struct timespec deadline = kvp_ssd_deadline(timeout_ns);
+    batch mine = {.kind = SCAN,
+                  .whole = whole,
+                  .slots = slots,
+                  .found_keys = keys,
+                  .found_parents = parents,
+                  .found_generations = generations,
+                  .results = results,
+                  .count = count};
+    return outcome(&mine, kvp_ssd_run(ssd, &mine, &deadline), error);
+}
+
+static kvp_status sync_files(kvp_ssd *ssd, const uint32_t *files, size_t count,
+                             const struct timespec *deadline, int *error)
+{
+    uint8_t results[KVP_SSD_SEGMENTS_MAX];
+    batch mine = {.kind = SYNC, .slots = files, .results = results, .count = count};
+    return outcome(&mine, kvp_ssd_run(ssd, &mine, deadline), error);
+}
+
+/* Sync the files of the slots that a batch has done. */
+static kvp_status sync_slots(kvp_ssd *ssd, const batch *done, const struct timespec *deadline,
+                             int *error)
+{
+    bool touched[KVP_SSD_SEGMENTS_MAX] = {false};
+    uint32_t files[KVP_SSD_SEGMENTS_MAX];
+    size_t count = 0;
+    for (size_t i = 0; i < done->count; i++) {
+        size_t file = done->slots[i] / ssd->geometry.segment_slots;
+        if (done->results[i] != KVP_SLOT_DONE || touched[file])
+            continue;
+        touched[file] = true;
+        files[count++] = (uint32_t)file;
+    }
+    return sync_files(ssd, files, count, deadline, error);
+}
+
+/* Whether a write may begin: nothing that the kernel still does for an earlier one could undo it. */
+static kvp_status admit(kvp_ssd *ssd)
+{
+    pthread_mutex_lock(&ssd->mutex);
+    const bool room =
+        ssd->settled_count + ssd->late_count + ssd->geometry.threads <= kvp_ssd_settled_max(ssd);
+    const bool blocked = ssd->blocking > 0;
+    pthread_mutex_unlock(&ssd->mutex);
+    return blocked ? KVP_BUSY : room ? KVP_OK : KVP_FULL;
+}
+
+/* Say durably which slots are about to be written. */
+static kvp_status declare(kvp_ssd *ssd, const uint32_t *slots, size_t count,
+                          const struct timespec *deadline, int *error)
+{
+    uint8_t result;
+    const uint32_t intent_file = (uint32_t)ssd->fd_count;
+    batch mine = {.kind = INTENT,
+                  .slots = slots,
+                  .intent_slots = count,
+                  .sequence = ssd->sequence++,
+                  .results = &result,
+                  .count = 1};
+    kvp_status status = outcome(&mine, kvp_ssd_run(ssd, &mine, deadline), error);
+    return status == KVP_OK ? sync_files(ssd, &intent_file, 1, deadline, error) : status;
+}
+
+kvp_status kvp_ssd_write(kvp_ssd *ssd, const uint32_t *slots, const uint64_t *generations,
+                         const uint8_t *keys, const uint8_t *parents, size_t count, size_t also,
+                         const kvp_view *src, const uint64_t *src_blocks,
+                         const uint32_t *crc_expected, uint64_t timeout_ns, uint8_t *results,
+                         int *error)
+{
+    *error = 0;
+    memset(results, KVP_SLOT_SKIPPED, count);
+    if (count > KVP_SSD_INTENT_SLOTS || also > KVP_SSD_INTENT_SLOTS - count ||
+        !fit(ssd, slots, count + also))
+        return KVP_INVALID;
+    if (count == 0)
+        return KVP_OK;
+    kvp_status status = admit(ssd);
+    if (status != KVP_OK)
+        return status;
+    const struct timespec deadline = kvp_ssd_deadline(timeout_ns);
+    status = declare(ssd, slots, count + also, &deadline, error);
+    if (status != KVP_OK)
+        return status;
+    batch mine = {.kind = WRITE,
+                  .slots = slots,
+                  .generations = generations,
+                  .keys = keys,
+                  .parents = parents,
+                  .view = src,
+                  .blocks = src_blocks,
+                  .crc_expected = crc_expected,
+                  .results = results,
+                  .count = count};
+    status = kvp_ssd_run(ssd, &mine, &deadline);
+    if (mine.error != 0)
+        *error = mine.error;
+    /* What was written is durable even if some could not be. */
+    return status == KVP_OK ? sync_slots(ssd, &mine, &deadline, error) : status;
+}
+
+kvp_status kvp_ssd_erase(kvp_ssd *ssd, const uint32_t *slots, size_t count, uint64_t timeout_ns,
+                         uint8_t *results, int *error)
+{
+    *error = 0;
+    memset(results, KVP_SLOT_SKIPPED, count);
+    if (!fit(ssd, slots, count))
+        return KVP_INVALID;
+    kvp_status status = admit(ssd);
+    if (status != KVP_OK)
+        return status;
+    const struct timespec deadline = kvp_ssd_deadline(timeout_ns);
+    batch mine = {.kind = ERASE, .slots = slots, .results = results, .count = count};
+    status = outcome(&mine, kvp_ssd_run(ssd, &mine, &deadline), error);
+    return status == KVP_OK ? sync_slots(ssd, &mine, &deadline, error) : status;
+}

@@ -1,0 +1,348 @@
+/* The ledger against a model that looks through everything each time: random calls, small numbers. */
+#include <pthread.h>
+
+#include "../src/ledger.c"
+#include "check.h"
+
+enum { SLOTS = 12, KEYS = 20, TURNS = 60000, BITS = 8 };
+
+typedef struct {
+    slot_state state;
+    uint64_t generation, used;
+    int key, parent; /* -1: none */
+    unsigned pins, grants;
+} model_slot;
+
+static model_slot model[SLOTS];
+static uint64_t uses, generation;
+
+static const uint8_t *name_of(int key)
+{
+    static hash names[2][KEYS + 1];
+    static unsigned turn;
+    uint8_t *name = names[turn++ % 2][key + 1];
+    memset(name, 0, HASH_BYTES);
+    if (key >= 0) {
+        name[0] = (uint8_t)(key % 3); /* crowded places */
+        name[31] = (uint8_t)(key + 1);
+    }
+    return name;
+}
+
+static int at_key(int key)
+{
+    for (int slot = 0; slot < SLOTS; slot++)
+        if (model[slot].state == READY && model[slot].key == key)
+            return slot;
+    return -1;
+}
+
+static bool is_parent(int key)
+{
+    for (int slot = 0; slot < SLOTS; slot++)
+        if (model[slot].state == READY && model[slot].parent == key)
+            return true;
+    return false;
+}
+
+static void model_give_up(int slot)
+{
+    model[slot].state = model[slot].grants == 0 ? FREE : QUARANTINED;
+}
+
+static int victim(void)
+{
+    int oldest = -1;
+    for (int slot = 0; slot < SLOTS; slot++)
+        if (model[slot].state == READY && model[slot].pins == 0 && !is_parent(model[slot].key) &&
+            (oldest < 0 || model[slot].used < model[oldest].used))
+            oldest = slot;
+    return oldest;
+}
+
+static void model_leave(int slot)
+{
+    model[slot].state = DROPPED;
+    if (model[slot].pins == 0)
+        model_give_up(slot);
+}
+
+static void check_same(kvp_ledger *ledger)
+{
+    kvp_ledger_counts counts, expected = {0};
+    for (int slot = 0; slot < SLOTS; slot++) {
+        expected.free += model[slot].state == FREE;
+        expected.reserved += model[slot].state == RESERVED;
+        expected.ready += model[slot].state == READY || model[slot].state == DROPPED;
+        expected.quarantined += model[slot].state == QUARANTINED;
+        expected.pins += model[slot].pins;
+        expected.grants += model[slot].grants;
+        CHECK(ledger->states[slot] == model[slot].state);
+    }
+    kvp_ledger_count(ledger, &counts);
+    expected.stale = counts.stale;
+    CHECK(memcmp(&counts, &expected, sizeof counts) == 0);
+    for (int key = 0; key < KEYS; key++)
+        CHECK(kvp_ledger_match(ledger, name_of(key), 1) == (at_key(key) >= 0));
+}
+
+static void reserve(kvp_ledger *ledger)
+{
+    uint32_t slot;
+    uint64_t life;
+    const bool grants = random_below(4) == 0;
+    if (kvp_ledger_reserve(ledger, 1, grants, &slot, &life) == 0) {
+        for (int i = 0; i < SLOTS; i++)
+            CHECK(model[i].state != FREE);
+        return;
+    }
+    CHECK(model[slot].state == FREE && life == generation);
+    model[slot] =
+        (model_slot){.state = RESERVED, .generation = generation++, .key = -1, .grants = grants};
+}
+
+static void commit(kvp_ledger *ledger, uint32_t slot)
+{
+    const int key = (int)random_below(KEYS), parent = (int)random_below(KEYS + 1) - 1;
+    uint8_t parent_name[HASH_BYTES];
+    bool added;
+    size_t bad;
+    if (parent >= key && parent >= 0)
+        return; /* no circles here: they have their own test */
+    memcpy(parent_name, name_of(parent), HASH_BYTES);
+    kvp_status status = kvp_ledger_commit(ledger, &slot, &model[slot].generation, name_of(key),
+                                          parent_name, 1, &added, &bad);
+    CHECK((status == KVP_OK) == (model[slot].state == RESERVED));
+    if (status != KVP_OK) {
+        CHECK(bad == 0 && (status == KVP_BUSY || status == KVP_STALE));
+        return;
+    }
+    const int here = at_key(key);
+    CHECK(added == (here < 0));
+    if (added) {
+        model[slot].state = READY;
+        model[slot].key = key;
+        model[slot].parent = parent;
+        model[slot].used = ++uses;
+    } else {
+        model[here].used = ++uses;
+        model_give_up((int)slot);
+    }
+}
+
+static void step(kvp_ledger *ledger, uint32_t slot, kvp_arena_step which)
+{
+    size_t done;
+    model_slot *mine = &model[slot];
+    kvp_status status = kvp_ledger_change(ledger, which, &slot, &mine->generation, 1, &done);
+    CHECK(done == (status == KVP_OK));
+    bool may = false;
+    switch (which) {
+    case KVP_ARENA_UNPIN:
+        may = mine->pins > 0;
+        break;
+    case KVP_ARENA_GRANT:
+        may = mine->state != FREE && mine->state != QUARANTINED;
+        break;
+    case KVP_ARENA_SETTLE:
+        may = mine->state != FREE && mine->grants > 0;
+        break;
+    case KVP_ARENA_RELEASE:
+        may = mine->state == RESERVED;
+        break;
+    default:
+        break;
+    }
+    CHECK((status == KVP_OK) == may);
+    if (!may)
+        return;
+    if (which == KVP_ARENA_UNPIN && --mine->pins == 0 && mine->state == DROPPED)
+        model_give_up((int)slot);
+    if (which == KVP_ARENA_GRANT)
+        mine->grants++;
+    if (which == KVP_ARENA_SETTLE && --mine->grants == 0 && mine->state == QUARANTINED)
+        mine->state = FREE;
+    if (which == KVP_ARENA_RELEASE)
+        model_give_up((int)slot);
+}
+
+static void random_turn(kvp_ledger *ledger)
+{
+    static const kvp_arena_step steps[] = {KVP_ARENA_UNPIN, KVP_ARENA_UNPIN, KVP_ARENA_GRANT,
+                                           KVP_ARENA_SETTLE, KVP_ARENA_SETTLE, KVP_ARENA_RELEASE};
+    const uint32_t slot = (uint32_t)random_below(SLOTS);
+    const int key = (int)random_below(KEYS), here = at_key(key);
+    uint32_t pinned;
+    uint64_t life;
+    switch (random_below(8)) {
+    case 0:
+    case 1:
+        reserve(ledger);
+        break;
+    case 2:
+    case 3:
+        commit(ledger, slot);
+        break;
+    case 4:
+        CHECK(kvp_ledger_pin(ledger, name_of(key), 1, &pinned, &life) == (here >= 0));
+        if (here >= 0) {
+            CHECK((int)pinned == here && life == model[here].generation);
+            model[here].pins++;
+            model[here].used = ++uses;
+        }
+        break;
+    case 5:
+        if (random_below(3) == 0) {
+            CHECK(kvp_ledger_drop(ledger, name_of(key)) == (here >= 0 ? KVP_OK : KVP_MISS));
+            if (here >= 0)
+                model_leave(here);
+        } else {
+            const int oldest = victim();
+            CHECK(kvp_ledger_evict(ledger, 1) == (oldest >= 0));
+            if (oldest >= 0)
+                model_leave(oldest);
+        }
+        break;
+    default:
+        step(ledger, slot, steps[random_below(sizeof steps / sizeof *steps)]);
+    }
+}
+
+static void test_against_the_model(void)
+{
+    kvp_ledger *ledger;
+    uses = 0;
+    generation = 7;
+    memset(model, 0, sizeof model);
+    CHECK(kvp_ledger_open(SLOTS, generation, &ledger) == KVP_OK);
+    for (int turn = 0; turn < TURNS; turn++) {
+        random_turn(ledger);
+        check_same(ledger);
+    }
+    kvp_ledger_close(ledger);
+}
+
+static kvp_ledger *filled(const int *keys, const int *parents, size_t count)
+{
+    kvp_ledger *ledger;
+    uint32_t slots[SLOTS];
+    uint64_t lives[SLOTS];
+    CHECK(kvp_ledger_open(SLOTS, 1, &ledger) == KVP_OK);
+    CHECK(kvp_ledger_reserve(ledger, count, false, slots, lives) == count);
+    for (size_t i = 0; i < count; i++) {
+        bool added;
+        size_t bad;
+        uint8_t parent[HASH_BYTES];
+        memcpy(parent, name_of(parents[i]), HASH_BYTES);
+        CHECK(kvp_ledger_commit(ledger, &slots[i], &lives[i], name_of(keys[i]), parent, 1, &added,
+                                &bad) == KVP_OK);
+        CHECK(added);
+    }
+    return ledger;
+}
+
+static void test_parents_in_a_circle_can_go(void)
+{
+    kvp_ledger *ledger = filled((int[]){0, 1, 2}, (int[]){2, 0, 1}, 3);
+    CHECK(kvp_ledger_evict(ledger, SLOTS) == 3);
+    kvp_ledger_close(ledger);
+}
+
+static void test_only_whole_chains_are_rooted(void)
+{
+    uint8_t keys[5][HASH_BYTES];
+    kvp_ledger *ledger = filled((int[]){0, 1, 2, 4}, (int[]){-1, 0, 1, 3}, 4);
+    for (int key = 0; key < 5; key++)
+        memcpy(keys[key], name_of(key), HASH_BYTES);
+    CHECK(kvp_ledger_rooted(ledger, keys[0], 5) == 3);
+    CHECK(kvp_ledger_rooted(ledger, keys[2], 1) == 1);
+    CHECK(kvp_ledger_rooted(ledger, keys[4], 1) == 0); /* its parent is not here */
+    CHECK(kvp_ledger_drop(ledger, keys[0]) == KVP_OK);
+    CHECK(kvp_ledger_rooted(ledger, keys[1], 2) == 0);
+    kvp_ledger_close(ledger);
+}
+
+static void test_restored_blocks_are_as_before(void)
+{
+    kvp_ledger *ledger;
+    uint32_t slots[] = {3, 1, 1, 99, 5};
+    uint64_t lives[] = {10, 11, 12, 13, 14};
+    uint8_t keys[5][HASH_BYTES], parents[5][HASH_BYTES] = {0};
+    bool kept[5];
+    CHECK(kvp_ledger_open(6, 100, &ledger) == KVP_OK);
+    for (int i = 0; i < 5; i++)
+        memcpy(keys[i], name_of(i == 4 ? 0 : i), HASH_BYTES); /* the last is the first again */
+    kvp_ledger_restore(ledger, slots, lives, keys[0], parents[0], 5, kept);
+    CHECK(kept[0] && kept[1] && !kept[2] && !kept[3] && !kept[4]);
+    kvp_ledger_counts counts;
+    kvp_ledger_count(ledger, &counts);
+    CHECK(counts.free == 4 && counts.ready == 2);
+    uint32_t taken[6];
+    uint64_t fresh[6];
+    CHECK(kvp_ledger_reserve(ledger, 6, false, taken, fresh) == 4);
+    for (size_t i = 0; i < 4; i++)
+        CHECK(taken[i] != 3 && taken[i] != 1 && fresh[i] >= 100);
+    CHECK(kvp_ledger_evict(ledger, 1) == 1);
+    CHECK(kvp_ledger_match(ledger, keys[0], 1) == 0); /* the oldest */
+    size_t next = 0;
+    uint8_t key[HASH_BYTES], parent[HASH_BYTES];
+    CHECK(kvp_ledger_list(ledger, &next, 1, taken, fresh, key, parent) == 1);
+    CHECK(taken[0] == 1 && fresh[0] == 11 && memcmp(key, keys[1], HASH_BYTES) == 0);
+    CHECK(kvp_ledger_stale(ledger, 6, taken) == 1 && taken[0] == 3);
+    kvp_ledger_mark(ledger, taken, 1, false);
+    CHECK(kvp_ledger_stale(ledger, 6, taken) == 0);
+    kvp_ledger_close(ledger);
+}
+
+static void *hammer(void *argument)
+{
+    kvp_ledger *ledger = argument;
+    for (int turn = 0; turn < 20000; turn++) {
+        uint32_t slot;
+        uint64_t life;
+        bool added;
+        size_t done;
+        hash key = {(uint8_t)(turn % 5)};
+        if (kvp_ledger_reserve(ledger, 1, false, &slot, &life) == 0) {
+            kvp_ledger_evict(ledger, 1);
+            continue;
+        }
+        hash none = {0};
+        key[5] = 1;
+        CHECK(kvp_ledger_commit(ledger, &slot, &life, key, none, 1, &added, &done) == KVP_OK);
+        if (kvp_ledger_pin(ledger, key, 1, &slot, &life) == 1)
+            CHECK(kvp_ledger_change(ledger, KVP_ARENA_UNPIN, &slot, &life, 1, &done) == KVP_OK);
+        kvp_ledger_drop(ledger, key);
+    }
+    return NULL;
+}
+
+static void test_threads(void)
+{
+    kvp_ledger *ledger;
+    pthread_t threads[4];
+    CHECK(kvp_ledger_open(3, 1, &ledger) == KVP_OK);
+    for (size_t i = 0; i < 4; i++)
+        CHECK(pthread_create(&threads[i], NULL, hammer, ledger) == 0);
+    for (size_t i = 0; i < 4; i++)
+        pthread_join(threads[i], NULL);
+    kvp_ledger_counts counts;
+    kvp_ledger_evict(ledger, 3);
+    kvp_ledger_count(ledger, &counts);
+    CHECK(counts.free == 3 && counts.pins == 0);
+    kvp_ledger_close(ledger);
+}
+
+int main(void)
+{
+    kvp_ledger *ledger;
+    CHECK(kvp_ledger_open(0, 1, &ledger) == KVP_INVALID);
+    CHECK(kvp_ledger_open(1, 0, &ledger) == KVP_INVALID);
+    kvp_ledger_close(NULL);
+    test_against_the_model();
+    test_parents_in_a_circle_can_go();
+    test_only_whole_chains_are_rooted();
+    test_restored_blocks_are_as_before();
+    test_threads();
+    return 0;
+}

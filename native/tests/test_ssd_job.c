@@ -1,0 +1,468 @@
+/* The SSD tier's threads on a kernel that fails on command: short and interrupted transfers, errors,
+ * calls that hang. */
+#define _GNU_SOURCE
+#include <dirent.h>
+#include <errno.h>
+#include <pthread.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "check.h"
+#include "kvpool_ssd.h"
+
+enum { LAYERS = 3, HEADS = 2, TOKENS = 16, K_BYTES = 12, V_BYTES = 4, SLOTS = 8, THREADS = 3 };
+enum { PAYLOAD = LAYERS * HEADS * TOKENS * (K_BYTES + V_BYTES), CRCS = LAYERS * HEADS };
+enum { SLOT_BYTES = 8192, SECOND = 1000000000 };
+
+/* ---- the kernel ---- */
+
+typedef enum { WELL, INTERRUPTED, SHORT, BROKEN, ENDED } mood;
+
+static pthread_mutex_t kernel = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
+static mood reading, writing;
+static int sync_error;
+static bool hung;
+static size_t hanging, syncs;
+
+static mood enter_kernel(mood which)
+{
+    pthread_mutex_lock(&kernel);
+    hanging++;
+    pthread_cond_broadcast(&changed);
+    while (hung)
+        pthread_cond_wait(&changed, &kernel);
+    hanging--;
+    const bool fails = which > SHORT || random_below(3) == 0;
+    pthread_mutex_unlock(&kernel);
+    return fails ? which : WELL;
+}
+
+static void set_hung(bool value)
+{
+    pthread_mutex_lock(&kernel);
+    hung = value;
+    pthread_cond_broadcast(&changed);
+    pthread_mutex_unlock(&kernel);
+}
+
+static void wait_hanging(size_t count)
+{
+    pthread_mutex_lock(&kernel);
+    while (hanging < count)
+        pthread_cond_wait(&changed, &kernel);
+    pthread_mutex_unlock(&kernel);
+}
+
+static size_t shorter(mood now, size_t size)
+{
+    return now == SHORT && size > 1 ? 1 + size / 2 + size / 3 : size;
+}
+
+static ssize_t fake_pread(int fd, void *bytes, size_t size, off_t offset)
+{
+    const mood now = enter_kernel(reading);
+    if (now == ENDED)
+        return 0;
+    if (now == INTERRUPTED || now == BROKEN) {
+        errno = now == BROKEN ? EIO : EINTR;
+        return -1;
+    }
+    return pread(fd, bytes, shorter(now, size), offset);
+}
+
+static ssize_t fake_pwrite(int fd, const void *bytes, size_t size, off_t offset)
+{
+    const mood now = enter_kernel(writing);
+    if (now == ENDED)
+        return 0;
+    if (now == INTERRUPTED || now == BROKEN) {
+        errno = now == BROKEN ? ENOSPC : EINTR;
+        return -1;
+    }
+    return pwrite(fd, bytes, shorter(now, size), offset);
+}
+
+static int fake_fdatasync(int fd)
+{
+    (void)fd;
+    enter_kernel(WELL);
+    __atomic_fetch_add(&syncs, 1, __ATOMIC_RELAXED);
+    errno = sync_error;
+    return sync_error == 0 ? 0 : -1;
+}
+
+#define pread fake_pread
+#define pwrite fake_pwrite
+#define fdatasync fake_fdatasync
+#include "../src/ssd_job.c"
+#undef pread
+#undef pwrite
+#undef fdatasync
+
+/* ---- a store ---- */
+
+typedef struct {
+    kvp_ssd *ssd;
+    int segments[3], intents, lock;
+    uint32_t slots[SLOTS];
+    uint64_t lives[SLOTS], blocks[SLOTS];
+    uint8_t keys[SLOTS][KVP_NAME_BYTES], parents[SLOTS][KVP_NAME_BYTES];
+    uint8_t source[SLOTS][PAYLOAD], dest[SLOTS][PAYLOAD];
+    uint32_t crcs[SLOTS][CRCS];
+    uint8_t results[SLOTS];
+    int error;
+} store;
+
+static kvp_view flat(const uint8_t *base)
+{
+    return (kvp_view){.base = (uintptr_t)base,
+                      .block_stride = PAYLOAD,
+                      .layer_stride = PAYLOAD / LAYERS,
+                      .head_stride = PAYLOAD / LAYERS / HEADS,
+                      .kv_stride = TOKENS * K_BYTES,
+                      .k_token_stride = K_BYTES,
+                      .v_token_stride = V_BYTES};
+}
+
+static int temporary(size_t size)
+{
+    char path[] = "/tmp/kvpool-test-XXXXXX";
+    int fd = mkstemp(path);
+    CHECK(fd >= 0 && unlink(path) == 0 && ftruncate(fd, (off_t)size) == 0);
+    return fd;
+}
+
+static kvp_ssd_geometry geometry(void)
+{
+    kvp_ssd_geometry made = {.shape = {HEADS, TOKENS, K_BYTES, V_BYTES},
+                             .layers = LAYERS,
+                             .header_bytes = 4096,
+                             .slot_bytes = SLOT_BYTES,
+                             .slot_count = SLOTS,
+                             .segment_slots = 3,
+                             .threads = THREADS};
+    memset(made.store_id, 7, sizeof made.store_id);
+    return made;
+}
+
+static store *opened(void)
+{
+    store *mine = calloc(1, sizeof *mine);
+    const kvp_ssd_geometry made = geometry();
+    reading = writing = WELL;
+    sync_error = 0;
+    set_hung(false);
+    for (size_t i = 0; i < 3; i++)
+        mine->segments[i] = temporary(3 * SLOT_BYTES);
+    mine->intents = temporary(2 * KVP_SSD_INTENT_BYTES);
+    mine->lock = temporary(0);
+    CHECK(kvp_ssd_open(&made, mine->segments, 3, mine->intents, mine->lock, &mine->ssd) == KVP_OK);
+    for (uint32_t i = 0; i < SLOTS; i++) {
+        mine->slots[i] = i;
+        mine->lives[i] = 100 + i;
+        mine->blocks[i] = SLOTS - 1 - i;
+    }
+    fill_random(mine->keys, sizeof mine->keys);
+    fill_random(mine->parents, sizeof mine->parents);
+    fill_random(mine->source, sizeof mine->source);
+    return mine;
+}
+
+static void closed(store *mine)
+{
+    kvp_ssd_close(mine->ssd, UINT64_C(60) * SECOND);
+    for (size_t i = 0; i < 3; i++)
+        close(mine->segments[i]);
+    close(mine->intents);
+    close(mine->lock);
+    free(mine);
+}
+
+static kvp_status write_all(store *mine, uint64_t timeout_ns)
+{
+    const kvp_view view = flat(mine->source[0]);
+    return kvp_ssd_write(mine->ssd, mine->slots, mine->lives, mine->keys[0], mine->parents[0],
+                         SLOTS, 0, &view, mine->blocks, NULL, timeout_ns, mine->results,
+                         &mine->error);
+}
+
+static kvp_status read_all(store *mine, uint64_t timeout_ns)
+{
+    const kvp_view view = flat(mine->dest[0]);
+    return kvp_ssd_read(mine->ssd, mine->slots, mine->lives, mine->keys[0], SLOTS, &view,
+                        mine->blocks, timeout_ns, mine->crcs[0], mine->results, &mine->error);
+}
+
+static size_t count_results(const store *mine, kvp_slot_result result)
+{
+    size_t count = 0;
+    for (size_t i = 0; i < SLOTS; i++)
+        count += mine->results[i] == result;
+    return count;
+}
+
+/* ---- tests ---- */
+
+static void test_what_was_written_is_read(mood reads, mood writes)
+{
+    store *mine = opened();
+    reading = reads;
+    writing = writes;
+    CHECK(write_all(mine, UINT64_C(60) * SECOND) == KVP_OK);
+    CHECK(count_results(mine, KVP_SLOT_DONE) == SLOTS);
+    CHECK(read_all(mine, UINT64_C(60) * SECOND) == KVP_OK);
+    CHECK(count_results(mine, KVP_SLOT_DONE) == SLOTS);
+    CHECK(memcmp(mine->source, mine->dest, sizeof mine->source) == 0);
+    for (size_t i = 0; i < SLOTS; i++)
+        for (size_t c = 0; c < CRCS; c++)
+            CHECK(mine->crcs[i][c] == kvp_crc32c(0, mine->dest[mine->blocks[i]] + c * PAYLOAD / CRCS,
+                                                 PAYLOAD / CRCS));
+    closed(mine);
+}
+
+static void test_another_block_or_life_is_not_read(void)
+{
+    store *mine = opened();
+    CHECK(write_all(mine, UINT64_C(60) * SECOND) == KVP_OK);
+    mine->keys[1][31] ^= 1;
+    mine->lives[2]++;
+    CHECK(read_all(mine, UINT64_C(60) * SECOND) == KVP_OK);
+    CHECK(mine->results[1] == KVP_SLOT_OTHER && mine->results[2] == KVP_SLOT_OTHER);
+    CHECK(count_results(mine, KVP_SLOT_DONE) == SLOTS - 2);
+    closed(mine);
+}
+
+static void test_every_flipped_bit_is_seen(void)
+{
+    store *mine = opened();
+    uint8_t byte, flipped;
+    CHECK(write_all(mine, UINT64_C(60) * SECOND) == KVP_OK);
+    for (off_t at = 0; at < 4096 + PAYLOAD; at++) {
+        CHECK(pread(mine->segments[0], &byte, 1, at) == 1);
+        flipped = (uint8_t)(byte ^ 1 << at % 8);
+        CHECK(pwrite(mine->segments[0], &flipped, 1, at) == 1);
+        const kvp_view view = flat(mine->dest[0]);
+        CHECK(kvp_ssd_read(mine->ssd, mine->slots, mine->lives, mine->keys[0], 1, &view,
+                           mine->blocks, UINT64_C(60) * SECOND, mine->crcs[0], mine->results,
+                           &mine->error) == KVP_OK);
+        CHECK(mine->results[0] == KVP_SLOT_CORRUPT || mine->results[0] == KVP_SLOT_VERSION);
+        CHECK(pwrite(mine->segments[0], &byte, 1, at) == 1);
+    }
+    closed(mine);
+}
+
+static void test_scan_tells_what_lies_there(void)
+{
+    store *mine = opened();
+    uint8_t keys[SLOTS][KVP_NAME_BYTES], parents[SLOTS][KVP_NAME_BYTES];
+    uint64_t lives[SLOTS];
+    const uint8_t byte = 0x5a;
+    const uint32_t erased = 4;
+    CHECK(write_all(mine, UINT64_C(60) * SECOND) == KVP_OK);
+    CHECK(kvp_ssd_erase(mine->ssd, &erased, 1, UINT64_C(60) * SECOND, mine->results,
+                        &mine->error) == KVP_OK);
+    CHECK(pwrite(mine->segments[2], &byte, 1, 4096 + 5) == 1); /* the payload of slot 6 */
+    CHECK(ftruncate(mine->segments[0], 2 * SLOT_BYTES + 100) == 0);
+    for (int whole = 0; whole < 2; whole++) {
+        CHECK(kvp_ssd_scan(mine->ssd, mine->slots, SLOTS, whole, UINT64_C(60) * SECOND, keys[0],
+                           parents[0], lives, mine->results, &mine->error) == KVP_OK);
+        CHECK(mine->results[2] == KVP_SLOT_CORRUPT && mine->results[4] == KVP_SLOT_EMPTY);
+        CHECK(mine->results[6] == (whole ? KVP_SLOT_CORRUPT : KVP_SLOT_DONE));
+        CHECK(mine->results[1] == KVP_SLOT_DONE && lives[1] == mine->lives[1]);
+        CHECK(memcmp(keys[1], mine->keys[1], KVP_NAME_BYTES) == 0);
+        CHECK(memcmp(parents[1], mine->parents[1], KVP_NAME_BYTES) == 0);
+    }
+    closed(mine);
+}
+
+static void test_a_failing_disk_says_so(void)
+{
+    store *mine = opened();
+    CHECK(write_all(mine, UINT64_C(60) * SECOND) == KVP_OK);
+    reading = BROKEN;
+    CHECK(read_all(mine, UINT64_C(60) * SECOND) == KVP_SYSTEM);
+    CHECK(count_results(mine, KVP_SLOT_FAILED) == SLOTS && mine->error == EIO);
+    reading = ENDED; /* it says that the file ends, which does not */
+    CHECK(read_all(mine, UINT64_C(60) * SECOND) == KVP_SYSTEM);
+    CHECK(count_results(mine, KVP_SLOT_FAILED) == SLOTS && mine->error == EIO);
+    reading = WELL;
+    writing = BROKEN;
+    CHECK(write_all(mine, UINT64_C(60) * SECOND) == KVP_SYSTEM); /* the intent */
+    CHECK(count_results(mine, KVP_SLOT_SKIPPED) == SLOTS && mine->error == ENOSPC);
+    writing = WELL;
+    sync_error = EIO;
+    CHECK(write_all(mine, UINT64_C(60) * SECOND) == KVP_SYSTEM && mine->error == EIO);
+    sync_error = 0;
+    CHECK(write_all(mine, UINT64_C(60) * SECOND) == KVP_OK);
+    CHECK(read_all(mine, UINT64_C(60) * SECOND) == KVP_OK);
+    CHECK(count_results(mine, KVP_SLOT_DONE) == SLOTS);
+    closed(mine);
+}
+
+static void test_a_hung_read_ends_and_touches_nothing(void)
+{
+    store *mine = opened();
+    static uint8_t untouched[SLOTS][PAYLOAD];
+    CHECK(write_all(mine, UINT64_C(60) * SECOND) == KVP_OK);
+    set_hung(true);
+    for (size_t late = 0; late < THREADS;) { /* a slow machine needs more than one turn */
+        CHECK(read_all(mine, SECOND / 10) == KVP_TIMEOUT);
+        late += count_results(mine, KVP_SLOT_LATE);
+        CHECK(count_results(mine, KVP_SLOT_LATE) + count_results(mine, KVP_SLOT_SKIPPED) == SLOTS);
+        CHECK(kvp_ssd_late(mine->ssd) == late);
+    }
+    CHECK(read_all(mine, SECOND / 20) == KVP_TIMEOUT); /* no thread is free: nothing begins */
+    CHECK(count_results(mine, KVP_SLOT_SKIPPED) == SLOTS);
+    set_hung(false);
+    while (kvp_ssd_late(mine->ssd) > 0)
+        usleep(1000);
+    CHECK(memcmp(mine->dest, untouched, sizeof untouched) == 0);
+    CHECK(read_all(mine, UINT64_C(60) * SECOND) == KVP_OK);
+    CHECK(memcmp(mine->source, mine->dest, sizeof mine->source) == 0);
+    closed(mine);
+}
+
+static void test_a_late_write_is_told_when_it_has_ended(void)
+{
+    store *mine = opened();
+    uint32_t slots[SLOTS];
+    uint64_t lives[SLOTS];
+    set_hung(true);
+    while (kvp_ssd_late(mine->ssd) == 0) {
+        CHECK(write_all(mine, SECOND / 10) == KVP_TIMEOUT); /* at the intent */
+        CHECK(count_results(mine, KVP_SLOT_SKIPPED) == SLOTS);
+    }
+    CHECK(write_all(mine, SECOND) == KVP_BUSY); /* which no other may overtake */
+    set_hung(false);
+    while (kvp_ssd_late(mine->ssd) > 0)
+        usleep(1000);
+    CHECK(write_all(mine, UINT64_C(60) * SECOND) == KVP_OK);
+
+    const kvp_view view = flat(mine->source[0]);
+    set_hung(true);
+    while (kvp_ssd_late(mine->ssd) < THREADS) {
+        const struct timespec deadline = kvp_ssd_deadline(SECOND / 10);
+        batch late = {.kind = WRITE,
+                      .slots = mine->slots,
+                      .generations = mine->lives,
+                      .keys = mine->keys[0],
+                      .parents = mine->parents[0],
+                      .view = &view,
+                      .blocks = mine->blocks,
+                      .results = mine->results,
+                      .count = SLOTS};
+        CHECK(kvp_ssd_run(mine->ssd, &late, &deadline) == KVP_TIMEOUT);
+    }
+    CHECK(kvp_ssd_settled(mine->ssd, SLOTS, slots, lives) == 0);
+    set_hung(false);
+    size_t settled = 0;
+    while (settled < THREADS) {
+        size_t taken = kvp_ssd_settled(mine->ssd, SLOTS, slots, lives);
+        for (size_t i = 0; i < taken; i++)
+            CHECK(slots[i] < SLOTS && lives[i] == mine->lives[slots[i]]);
+        settled += taken;
+    }
+    CHECK(kvp_ssd_late(mine->ssd) == 0);
+    closed(mine);
+}
+
+/* The sanitizers' own included. */
+static size_t count_threads(void)
+{
+    size_t count = 0;
+    DIR *tasks = opendir("/proc/self/task");
+    CHECK(tasks != NULL);
+    while (readdir(tasks) != NULL)
+        count++;
+    closedir(tasks);
+    return count;
+}
+
+static void test_closing_leaves_a_hung_thread_to_the_kernel(void)
+{
+    const size_t threads = count_threads();
+    store *mine = opened();
+    CHECK(write_all(mine, UINT64_C(60) * SECOND) == KVP_OK);
+    set_hung(true);
+    while (kvp_ssd_late(mine->ssd) < THREADS)
+        CHECK(read_all(mine, SECOND / 20) == KVP_TIMEOUT);
+    wait_hanging(THREADS);
+    kvp_ssd_close(mine->ssd, SECOND / 20);
+    CHECK(count_threads() == threads + THREADS);
+    set_hung(false);
+    while (count_threads() > threads) /* the last one frees what is left: a sanitizer looks */
+        usleep(1000);
+    mine->ssd = NULL;
+    closed(mine);
+}
+
+static void test_a_source_that_lies_is_not_written(void)
+{
+    store *mine = opened();
+    const kvp_view view = flat(mine->source[0]);
+    memset(mine->crcs, 0x11, sizeof mine->crcs);
+    CHECK(kvp_ssd_write(mine->ssd, mine->slots, mine->lives, mine->keys[0], mine->parents[0], SLOTS,
+                        0, &view, mine->blocks, mine->crcs[0], UINT64_C(60) * SECOND,
+                        mine->results, &mine->error) == KVP_OK);
+    CHECK(count_results(mine, KVP_SLOT_SOURCE) == SLOTS);
+    closed(mine);
+}
+
+static void test_intents_name_the_slots(void)
+{
+    store *mine = opened();
+    uint8_t page[KVP_SSD_INTENT_BYTES];
+    uint32_t named[KVP_SSD_INTENT_SLOTS];
+    const kvp_ssd_geometry made = geometry();
+    CHECK(write_all(mine, UINT64_C(60) * SECOND) == KVP_OK);
+    CHECK(pread(mine->intents, page, sizeof page, 0) == sizeof page);
+    CHECK(kvp_ssd_intent_slots(page, sizeof page, made.store_id, 1000, named) == SLOTS);
+    CHECK(memcmp(named, mine->slots, sizeof mine->slots) == 0);
+    for (size_t bit = 0; bit < 8 * sizeof page; bit++) {
+        page[bit / 8] ^= (uint8_t)(1 << bit % 8);
+        CHECK(kvp_ssd_intent_slots(page, sizeof page, made.store_id, 1000, named) == 0);
+        page[bit / 8] ^= (uint8_t)(1 << bit % 8);
+    }
+    closed(mine);
+}
+
+static void test_what_does_not_fit_is_refused(void)
+{
+    store *mine = opened();
+    kvp_ssd *other;
+    kvp_ssd_geometry wrong = geometry();
+    wrong.header_bytes = 100;
+    CHECK(kvp_ssd_open(&wrong, mine->segments, 3, mine->intents, mine->lock, &other) == KVP_INVALID);
+    wrong = geometry();
+    wrong.threads = 0;
+    CHECK(kvp_ssd_open(&wrong, mine->segments, 3, mine->intents, mine->lock, &other) == KVP_INVALID);
+    wrong = geometry();
+    CHECK(kvp_ssd_open(&wrong, mine->segments, 2, mine->intents, mine->lock, &other) == KVP_INVALID);
+    wrong.layers = SIZE_MAX;
+    CHECK(kvp_ssd_open(&wrong, mine->segments, 3, mine->intents, mine->lock, &other) == KVP_INVALID);
+    wrong = geometry();
+    CHECK(kvp_ssd_open(&wrong, mine->segments, 3, -1, mine->lock, &other) == KVP_SYSTEM);
+    mine->slots[3] = SLOTS;
+    CHECK(read_all(mine, SECOND) == KVP_INVALID);
+    CHECK(write_all(mine, SECOND) == KVP_INVALID);
+    closed(mine);
+}
+
+int main(void)
+{
+    test_what_was_written_is_read(WELL, WELL);
+    test_what_was_written_is_read(SHORT, INTERRUPTED);
+    test_what_was_written_is_read(INTERRUPTED, SHORT);
+    test_another_block_or_life_is_not_read();
+    test_every_flipped_bit_is_seen();
+    test_scan_tells_what_lies_there();
+    test_a_failing_disk_says_so();
+    test_a_hung_read_ends_and_touches_nothing();
+    test_a_late_write_is_told_when_it_has_ended();
+    test_closing_leaves_a_hung_thread_to_the_kernel();
+    test_a_source_that_lies_is_not_written();
+    test_intents_name_the_slots();
+    test_what_does_not_fit_is_refused();
+    return 0;
+}

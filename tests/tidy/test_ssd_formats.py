@@ -1,0 +1,146 @@
+"""docs/formats.md tells the truth of an SSD store: its files are read by the tables, byte by byte."""
+
+import re
+from pathlib import Path
+
+import lmdb
+import numpy as np
+import pytest
+
+from kvpool.errors import FormatVersionError
+from kvpool.testing.blocks import SMALL_LAYOUT, key, payload, view_of
+from kvpool.tiers.ssd import SsdTier
+from tests.tidy.test_formats import TEXT, crc32c, number, table
+
+SLOTS = 3
+COPY_BYTES = 4096
+KEYS = key(0) + key(1)
+PAYLOAD = payload(SMALL_LAYOUT, 2, seed=5)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Make a store with a chain of two blocks, closed in order."""
+    with SsdTier(tmp_path, SMALL_LAYOUT, SLOTS, threads=2, timeout_s=60) as tier:
+        assert tier.write(KEYS, None, view_of(SMALL_LAYOUT, PAYLOAD), deadline_s=60) == 2
+    return tmp_path
+
+
+def sealed(raw: bytes) -> bool:
+    """Say whether the CRC at byte 12 is of the rest."""
+    return int.from_bytes(raw[12:16], "little") == crc32c(raw[:12] + bytes(4) + raw[16:])
+
+
+def younger_copy(raw: bytes) -> bytes:
+    copies = raw[:COPY_BYTES], raw[COPY_BYTES : 2 * COPY_BYTES]
+    return max(copies, key=lambda copy: number(copy, table("superblock"), "sequence"))
+
+
+def test_superblock(folder: Path) -> None:
+    head, raw = table("superblock"), (folder / "store.kvp").read_bytes()
+    assert len(raw) == 2 * COPY_BYTES
+    copy = younger_copy(raw)
+    assert sealed(copy)
+    assert copy[:8] == b"KVPSTORE"
+    index = (folder / "index" / "data.mdb").read_bytes()
+    told = {name: number(copy, head, name) for name in head if name not in {"magic", "crc"}}
+    dtype, _ = head["dtype"]
+    del told["dtype"], told["store_id"]
+    assert told == {
+        "version": 1,
+        "sequence": 2,
+        "opens": 1,
+        "clean": 1,
+        "index_crc": told["index_crc"],
+        "index_bytes": len(index),
+        "slot_count": SLOTS,
+        "segment_slots": SLOTS,
+        "header_bytes": 4096,
+        "slot_bytes": 4096 + -(-SMALL_LAYOUT.block_bytes // 4096) * 4096,
+        "num_layers": SMALL_LAYOUT.num_layers,
+        "kv_heads": SMALL_LAYOUT.kv_heads,
+        "block_tokens": SMALL_LAYOUT.block_tokens,
+        "k_dim": SMALL_LAYOUT.k_dim,
+        "v_dim": SMALL_LAYOUT.v_dim,
+    }
+    assert copy[dtype:].rstrip(b"\0") == b"float32"
+    assert told["index_crc"] == crc32c(index)
+
+
+def test_slots(folder: Path) -> None:
+    head, raw = table("ssd slot header"), (folder / "segment-0000.kvp").read_bytes()
+    copy = younger_copy((folder / "store.kvp").read_bytes())
+    size = number(copy, table("superblock"), "slot_bytes")
+    assert len(raw) == SLOTS * size
+    for at in range(2):
+        slot = raw[at * size : (at + 1) * size]
+        assert sealed(slot[:4096])
+        assert slot[:8] == b"KVPSSLOT"
+        assert number(slot, head, "version") == 1
+        assert slot[head["store_id"][0] :][:16] == copy[table("superblock")["store_id"][0] :][:16]
+        assert slot[head["hash"][0] :][:32] == key(at)
+        assert slot[head["parent"][0] :][:32] == (key(0) if at else bytes(32))
+        assert number(slot, head, "generation") >> 40 == 1
+        assert number(slot, head, "slot") == at
+        assert number(slot, head, "payload_bytes") == SMALL_LAYOUT.block_bytes
+        assert number(slot, head, "crc_count") == SMALL_LAYOUT.crc_count
+        found = slot[4096:][: SMALL_LAYOUT.block_bytes]
+        assert found == PAYLOAD[at].tobytes()
+        begin = head["payload_crc"][0]
+        crcs = np.frombuffer(slot[begin : begin + 4 * SMALL_LAYOUT.crc_count], dtype="<u4")
+        each = SMALL_LAYOUT.head_bytes
+        for count, crc in enumerate(crcs.tolist()):
+            assert crc == crc32c(found[count * each : (count + 1) * each])
+    assert not raw[2 * size :].strip(b"\0")
+
+
+def test_intent(folder: Path) -> None:
+    head, raw = table("write intent"), (folder / "intents.kvp").read_bytes()
+    assert len(raw) == 2 * COPY_BYTES
+    assert sealed(raw[:COPY_BYTES])
+    assert raw[:8] == b"KVINTENT"
+    assert number(raw, head, "version") == 1
+    assert (number(raw, head, "sequence"), number(raw, head, "count")) == (0, 2)
+    begin = head["slot"][0]
+    assert np.frombuffer(raw[begin : begin + 8], dtype="<u4").tolist() == [0, 1]
+
+
+def test_index(folder: Path) -> None:
+    head = table("index record")
+    with (
+        lmdb.open(str(folder / "index"), readonly=True, lock=False) as environment,
+        environment.begin() as transaction,
+    ):
+        records = dict(transaction.cursor())
+    assert sorted(records) == [bytes(4), bytes(3) + b"\x01"]
+    for at, record in enumerate(records[name] for name in sorted(records)):
+        assert number(record, head, "slot") == at
+        assert number(record, head, "generation") >> 40 == 1
+        assert record[head["key"][0] :][:32] == key(at)
+        assert record[head["parent"][0] :][:32] == (key(0) if at else bytes(32))
+
+
+@pytest.mark.parametrize(
+    ("title", "file", "magic"),
+    [
+        ("superblock", "store.kvp", "KVPSTORE"),
+        ("ssd slot header", "segment-0000.kvp", "KVPSSLOT"),
+        ("write intent", "intents.kvp", "KVINTENT"),
+    ],
+)
+def test_the_text_names_magic_and_version(folder: Path, title: str, file: str, magic: str) -> None:
+    raw = (folder / file).read_bytes()
+    assert raw[:8] == magic.encode()
+    assert f"`{magic}`" in TEXT
+    (told,) = re.findall(rf"size \| {title} \|\n(?:\|.*\n)*?\| 8 \| 4 \| version: (\d+)", TEXT)
+    assert number(raw, table(title), "version") == int(told)
+
+
+def test_a_store_of_another_version_is_refused_with_what_to_do(folder: Path) -> None:
+    path = folder / "store.kvp"
+    raw = bytearray(path.read_bytes())
+    for at in (0, COPY_BYTES):
+        raw[at + 8] = 2
+    path.write_bytes(raw)
+    with pytest.raises(FormatVersionError, match=r"version 2.*use the kvpool that wrote it"):
+        SsdTier(folder, SMALL_LAYOUT, SLOTS, threads=2)

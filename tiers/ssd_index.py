@@ -1,0 +1,234 @@
+"""The index of an SSD store: an LMDB file that says which block lies in which slot.
+
+Owns one record a slot, written by a thread of its own behind the blocks. The slots' headers are the
+truth: the index makes opening quick after an orderly close, and at no other time is a byte of it
+believed. It is then known by a checksum of the whole file, because LMDB follows damaged pages
+wherever they lead; after anything else it is thrown away and written anew. Who calls it: the SSD tier.
+"""
+
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+import numpy as np
+
+from kvpool.arena import SlotNumbers, Slots
+from kvpool.block import HASH_BYTES
+from kvpool.completion import Deadline
+from kvpool.errors import UnavailableError
+from kvpool.tiers.ledger import Listing
+from kvpool.tiers.ssd_format import crc32c
+
+if TYPE_CHECKING:
+    import lmdb
+
+logger = logging.getLogger(__name__)
+
+# One slot: docs/formats.md. LMDB's key is the slot number, big-endian, so that they lie in order.
+RECORD: Final = np.dtype(
+    [
+        ("slot", "<u4"),
+        ("reserved", "<u4"),
+        ("generation", "<u8"),
+        ("key", "u1", (HASH_BYTES,)),
+        ("parent", "u1", (HASH_BYTES,)),
+    ]
+)
+_FILE: Final = "data.mdb"
+_READ_BYTES: Final = 4 << 20
+# A record with LMDB's own, in half-full pages, and what a transaction copies: on disk, not memory.
+_MAP_BYTES_PER_SLOT: Final = 512
+_MAP_BYTES_MIN: Final = 64 << 20
+# Records of one transaction.
+_BATCH: Final = 10000
+
+
+class SsdIndex:
+    """The index while its store is open. Safe from any thread; ``put`` and ``remove`` never wait.
+
+    One lock, ``_changed``, guards what waits to be written: at most one record a slot. The thread
+    ``kvpool-ssd-index`` alone touches LMDB until ``close``. If LMDB fails, the index is given up for
+    this run, and the store opens by its headers the next time.
+
+    Args:
+        folder: Of the index; what lies there is used if ``checksum`` is of it, else removed.
+        slot_count: How many records there may be.
+        checksum: CRC32C and size of the file, from a superblock that says clean; None: believe nothing.
+
+    Attributes:
+        found: The blocks of a believed index; None if there was nothing to believe.
+    """
+
+    def __init__(self, folder: Path, slot_count: int, checksum: tuple[int, int] | None) -> None:
+        self._folder = folder
+        self._changed = threading.Condition()
+        self._waiting: dict[int, bytes | None] = {}
+        self._writing = self._closing = self._broken = False
+        believed = checksum is not None and _checksum(folder / _FILE) == checksum
+        self.found: Listing | None = None
+        if not believed:
+            shutil.rmtree(folder, ignore_errors=True)
+        try:
+            self._environment = _open(folder, slot_count)
+            if believed:
+                self.found = self._read()
+        except _failures() as error:
+            raise UnavailableError(
+                f"the index {folder} cannot be opened: {error}: look at the disk", path=str(folder)
+            ) from error
+        self._thread = threading.Thread(target=self._run, name="kvpool-ssd-index", daemon=True)
+        self._thread.start()
+
+    def put(self, blocks: Listing) -> None:
+        """Say which blocks lie in slots now."""
+        records = _records(blocks)
+        with self._changed:
+            self._waiting.update(zip(blocks.slots.indices.tolist(), records, strict=True))
+            self._changed.notify_all()
+
+    def remove(self, slots: SlotNumbers) -> None:
+        """Say that nothing lies in slots any more."""
+        with self._changed:
+            self._waiting.update(dict.fromkeys(slots.tolist()))
+            self._changed.notify_all()
+
+    def write_all(self, blocks: Listing) -> None:
+        """Write an empty index anew, in ascending order of slots. Before anything is ``put``."""
+        records = _records(blocks)
+        numbers = blocks.slots.indices.tolist()
+        for begin in range(0, len(records), _BATCH):
+            items = [
+                (_key(number), record)
+                for number, record in zip(
+                    numbers[begin : begin + _BATCH], records[begin : begin + _BATCH], strict=True
+                )
+            ]
+            self._guarded(partial(self._append, items))
+
+    def close(self, timeout_s: float) -> tuple[int, int] | None:
+        """End the thread and make the index durable; its checksum, or None if it is not whole."""
+        deadline = Deadline(timeout_s)
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(deadline.remaining_s())
+        if self._thread.is_alive():
+            return None  # the disk has it; LMDB is left to the thread
+        self._guarded(self._sync)
+        self._environment.close()
+        return None if self._broken else _checksum(self._folder / _FILE)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until everything was handed to LMDB; False if the deadline came first."""
+        with self._changed:
+            return self._changed.wait_for(
+                lambda: self._broken or not (self._waiting or self._writing), timeout_s
+            )
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._waiting or self._closing)
+                if not self._waiting:
+                    return
+                waiting, self._waiting, self._writing = self._waiting, {}, True
+            self._guarded(partial(self._write, waiting))
+            with self._changed:
+                self._writing = False
+                self._changed.notify_all()
+
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Do something to LMDB unless it has failed before."""
+        if self._broken:
+            return
+        try:
+            work()
+        except _failures() as error:
+            self._broken = True
+            logger.warning(
+                "the index %s cannot be written (%s): the store opens by its headers next time",
+                self._folder,
+                error,
+            )
+
+    def _write(self, records: Mapping[int, bytes | None]) -> None:
+        with self._environment.begin(write=True) as transaction:
+            for slot, record in records.items():
+                if record is None:
+                    transaction.delete(_key(slot))
+                else:
+                    transaction.put(_key(slot), record)
+
+    def _sync(self) -> None:
+        self._environment.sync(True)
+
+    def _append(self, items: list[tuple[bytes, bytes]]) -> None:
+        with self._environment.begin(write=True) as transaction, transaction.cursor() as cursor:
+            cursor.putmulti(items, append=True)
+
+    def _read(self) -> Listing:
+        with self._environment.begin() as transaction, transaction.cursor() as cursor:
+            raw = b"".join(cursor.iternext(keys=False, values=True))
+        records = np.frombuffer(raw, dtype=RECORD)
+        order = np.argsort(records["generation"], kind="stable")
+        records = records[order]
+        return Listing(
+            Slots(records["slot"].astype(np.uint32), records["generation"].astype(np.uint64)),
+            records["key"].tobytes(),
+            records["parent"].tobytes(),
+        )
+
+
+def _records(blocks: Listing) -> list[bytes]:
+    rows = np.zeros(len(blocks.slots), dtype=RECORD)
+    rows["slot"] = blocks.slots.indices
+    rows["generation"] = blocks.slots.generations
+    rows["key"] = np.frombuffer(blocks.keys, dtype=np.uint8).reshape(-1, HASH_BYTES)
+    rows["parent"] = np.frombuffer(blocks.parents, dtype=np.uint8).reshape(-1, HASH_BYTES)
+    raw, size = rows.tobytes(), RECORD.itemsize
+    return [raw[at : at + size] for at in range(0, len(raw), size)]
+
+
+def _key(slot: int) -> bytes:
+    return slot.to_bytes(4, "big")
+
+
+def _checksum(path: Path) -> tuple[int, int] | None:
+    """Return CRC32C and size of a file, None if it cannot be read."""
+    crc = size = 0
+    try:
+        with path.open("rb") as file:
+            while piece := file.read(_READ_BYTES):
+                crc = crc32c(piece, crc)
+                size += len(piece)
+    except OSError:
+        return None
+    return crc, size
+
+
+def _open(folder: Path, slot_count: int) -> "lmdb.Environment":
+    # Imported here so that `import kvpool` does not load it.
+    import lmdb
+
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return lmdb.open(
+        str(folder),
+        map_size=_MAP_BYTES_MIN + slot_count * _MAP_BYTES_PER_SLOT,
+        # The store's own lock is held, and one thread comes here.
+        lock=False,
+        # The index is believed after an orderly close alone, which syncs it.
+        sync=False,
+        metasync=False,
+        max_readers=2,
+    )
+
+
+def _failures() -> tuple[type[Exception], ...]:
+    """Return what LMDB raises when the disk fails, or its file."""
+    import lmdb
+
+    return (lmdb.Error, OSError)

@@ -1,0 +1,275 @@
+"""Everything that an SSD tier writes: blocks, and headers erased.
+
+Owns the order of writes (one at a time), and what a failed one leaves behind: slots that the kernel
+may still write are kept out of use until it has ended, and headers that may be half written are erased
+before anything else is. Who calls it: the SSD tier.
+"""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvpool._native import lib
+from kvpool.arena import Slot, SlotNumbers, Slots
+from kvpool.block import HASH_BYTES, SlotIndex
+from kvpool.completion import Deadline
+from kvpool.errors import (
+    CorruptionError,
+    KVPoolError,
+    TransferTimeoutError,
+    UnavailableError,
+)
+from kvpool.memory import BlockView, Crcs
+from kvpool.tiers.ledger import Ledger, Listing, select
+from kvpool.tiers.ssd_device import Outcome, SsdDevice
+from kvpool.tiers.ssd_files import translated
+from kvpool.tiers.ssd_index import SsdIndex
+from kvpool.tiers.ssd_stats import SsdCounts
+
+logger = logging.getLogger(__name__)
+
+# Headers that one erasure has at most.
+ERASE_SLOTS_MAX: Final = 1000
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """Blocks to be written.
+
+    Attributes:
+        keys, parents: 32 bytes each, concatenated.
+        source: Where they are, in any order.
+        crcs: uint32 [blocks, layers, kv_heads] that they must sum to, or None.
+    """
+
+    keys: bytes
+    parents: bytes
+    source: BlockView
+    crcs: Crcs | None
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def take(self, begin: int, end: int) -> "Incoming":
+        """Return blocks ``begin`` to ``end`` (exclusive, cut at the last)."""
+        names = slice(begin * HASH_BYTES, end * HASH_BYTES)
+        crcs = None if self.crcs is None else self.crcs[begin:end]
+        return Incoming(self.keys[names], self.parents[names], self.source.take(begin, end), crcs)
+
+    def only(self, rows: NDArray[np.bool_]) -> "Incoming":
+        """Return the blocks that are marked."""
+        source = self.source.with_ids(self.source.block_ids[rows])
+        crcs = None if self.crcs is None else self.crcs[rows]
+        return Incoming(select(self.keys, rows), select(self.parents, rows), source, crcs)
+
+
+class SsdWriter:
+    """The one who writes. Safe from any thread.
+
+    ``_writing`` is held for the length of a write, ``_lock`` for a few lines: it guards ``_dirty``
+    (slots that may hold anything: their headers are erased before the next write) and ``_late``
+    (slots that the kernel may still write: granted to it in the ledger).
+
+    Args:
+        folder: For messages.
+        ledger, index, counts: The tier's.
+        evicted: Told how many blocks had to go to make room.
+        step: Blocks of one durable write.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        ledger: Ledger,
+        index: SsdIndex,
+        counts: SsdCounts,
+        evicted: Callable[[int], None],
+        step: int,
+    ) -> None:
+        self._folder = folder
+        self._evicted = evicted
+        self._step = step
+        self._ledger = ledger
+        self._index = index
+        self._counts = counts
+        self._writing = threading.Lock()
+        self._lock = threading.Lock()
+        self._dirty: set[int] = set()
+        self._late: dict[SlotIndex, Slot] = {}
+
+    @contextmanager
+    def turn(self, device: SsdDevice, deadline: Deadline) -> Generator[None, None, None]:
+        """Be the one who writes, with what earlier writes left behind tidied up.
+
+        Raises TransferTimeoutError if another has the disk until the deadline, and what the disk said.
+        """
+        if not self._writing.acquire(timeout=deadline.remaining_s()):
+            raise TransferTimeoutError("another write had the disk until the deadline", tier="ssd")
+        try:
+            self.reap(device)
+            with self._lock:
+                dirty = np.array(sorted(self._dirty), dtype=np.uint32)
+            for begin in range(0, len(dirty), ERASE_SLOTS_MAX):
+                self._erase(device, dirty[begin : begin + ERASE_SLOTS_MAX], deadline)
+            yield
+        finally:
+            self._writing.release()
+
+    def reap(self, device: SsdDevice) -> None:
+        """Take back the slots that the kernel has let go of."""
+        with self._lock:
+            for slot in device.settled():
+                del self._late[slot.index]
+                self._dirty.add(slot.index)
+                self._ledger.settle(slot)
+
+    def reserve(self, count: int) -> Slots:
+        """Take up to ``count`` slots, evicting at need."""
+        slots, evicted = self._ledger.reserve(count), 0
+        while len(slots) < count:
+            # A victim with grants out is quarantined and frees nothing: go on.
+            gone = self._ledger.evict(count - len(slots))
+            if not gone:
+                break
+            evicted += gone
+            more = self._ledger.reserve(count - len(slots))
+            slots = Slots(
+                np.concatenate([slots.indices, more.indices]),
+                np.concatenate([slots.generations, more.generations]),
+            )
+        if evicted:
+            self._evicted(evicted)
+        return slots
+
+    def write(self, device: SsdDevice, blocks: "Incoming", deadline: Deadline) -> int:
+        """Write blocks that are not here; how many leading ones are here and durable then.
+
+        In a turn. All of them stay pinned until it ends, so that none makes room for another. Raises
+        what the disk said if the first block could not be written.
+        """
+        held: list[Slots] = []
+        done = 0
+        try:
+            while True:
+                here = self._ledger.pin(blocks.keys[done * HASH_BYTES :])
+                held.append(here)
+                done += len(here)
+                if done == len(blocks):
+                    return done
+                try:
+                    new = self._write_some(device, blocks.take(done, done + self._step), deadline)
+                except KVPoolError as error:
+                    if done == 0:
+                        raise
+                    logger.warning("%d of %d blocks were written: %s", done, len(blocks), error)
+                    return done
+                if not new:
+                    return done
+        finally:
+            for slots in held:
+                self._ledger.unpin(slots)
+
+    def put(
+        self, device: SsdDevice, slots: Slots, blocks: "Incoming", deadline: Deadline
+    ) -> NDArray[np.bool_]:
+        """Write blocks that are not here into reserved slots; for each whether it is new.
+
+        In a turn. Consumes the slots. Raises what the disk said if none could be written.
+        """
+        fresh = ~self._ledger.touch(blocks.keys)
+        new = np.zeros(len(slots), dtype=np.bool_)
+        done = np.zeros(len(slots), dtype=np.bool_)
+        try:
+            if not fresh.any():
+                return new
+            run, wanted = _take(slots, fresh), blocks.only(fresh)
+            outcome = device.write(
+                run,
+                wanted.keys,
+                wanted.parents,
+                wanted.source,
+                wanted.crcs,
+                deadline.remaining_s(),
+                np.array(sorted(self._late), dtype=np.uint32),
+            )
+            self._note_failures(run, outcome)
+            done[fresh] = outcome.are(lib.KVP_SLOT_DONE) & outcome.durable
+            stored = Listing(slots, blocks.keys, blocks.parents).take(done)
+            new[done] = self._ledger.commit(stored.slots, stored.keys, stored.parents)
+            self._index.put(stored.take(new[done]))
+        finally:
+            self._ledger.release(_take(slots, ~done))
+        if not done.any():
+            raise self._error(outcome, "writing")
+        return new
+
+    def erase_stale(self, device: SsdDevice, deadline: Deadline) -> None:
+        """Erase the headers of all blocks that have left. In a turn. Raises what the disk said."""
+        while len(stale := self._ledger.stale(ERASE_SLOTS_MAX)):
+            self._erase(device, stale, deadline)
+
+    def in_order(self) -> bool:
+        """Say whether the disk holds just what the ledger does. In a turn."""
+        with self._lock:
+            unsettled = len(self._dirty) + len(self._late)
+        return unsettled == 0 and self._ledger.counts().stale == 0
+
+    def _write_some(self, device: SsdDevice, blocks: "Incoming", deadline: Deadline) -> int:
+        """Write the leading blocks that there is room for; how many are new."""
+        slots = self.reserve(len(blocks))
+        if not len(slots):
+            return 0
+        return int(self.put(device, slots, blocks.take(0, len(slots)), deadline).sum())
+
+    def _erase(self, device: SsdDevice, slots: SlotNumbers, deadline: Deadline) -> None:
+        outcome = device.erase(slots, deadline.remaining_s())
+        if not outcome.durable:
+            raise self._error(outcome, "erasing")
+        self._index.remove(slots)
+        self._ledger.mark(slots, stale=False)
+        with self._lock:
+            self._dirty.difference_update(slots.tolist())
+
+    def _note_failures(self, slots: Slots, outcome: Outcome) -> None:
+        """Keep slots that the kernel may still write, and those that may hold anything."""
+        touched = outcome.are(lib.KVP_SLOT_FAILED)
+        if not outcome.durable:
+            touched |= outcome.are(lib.KVP_SLOT_DONE)
+        with self._lock:
+            for slot in _take(slots, outcome.are(lib.KVP_SLOT_LATE)):
+                self._ledger.grant(slot)
+                self._late[slot.index] = slot
+            self._dirty.update(slots.indices[touched].tolist())
+        self._counts.add(
+            write_errors=int(outcome.are(lib.KVP_SLOT_FAILED).sum()),
+            write_timeouts=len(slots) if outcome.timed_out else 0,
+        )
+
+    def _error(self, outcome: Outcome, doing: str) -> KVPoolError:
+        if outcome.blocked:
+            return UnavailableError(
+                f"{doing}: the disk still has an earlier write that gave up: try again later",
+                tier="ssd",
+            )
+        if outcome.timed_out:
+            return TransferTimeoutError(
+                f"{doing}: the disk was not done by the deadline", tier="ssd"
+            )
+        if outcome.error:
+            cause = OSError(outcome.error, os.strerror(outcome.error))
+            error = translated(cause, f"{doing} in {self._folder}", self._folder)
+            error.__cause__ = cause
+            return error
+        return CorruptionError("the block to be written is not what its checksums say", tier="ssd")
+
+
+def _take(slots: Slots, rows: NDArray[np.bool_]) -> Slots:
+    return Slots(slots.indices[rows], slots.generations[rows])
