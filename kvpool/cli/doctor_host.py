@@ -28,22 +28,12 @@ from kvpool.block import BlockLayout, new_incarnation
 from kvpool.cli.doctor_ucx import UcxLibrary, attempt
 from kvpool.config import PoolConfig
 from kvpool.errors import KVPoolError
-from kvpool.transfer.ucx_library import find_library
+from kvpool.transfer.ucx_library import LIBRARY_FOLDERS, choose_library
 
 _TIMEOUT_S: Final = 20.0
 _TORCH_TIMEOUT_S: Final = 120.0
 # More than these are not tried: each costs about a second.
 _OTHERS_MAX: Final = 8
-_LIBRARY_FOLDERS: Final = (
-    "lib64",
-    "usr/lib",
-    "usr/lib64",
-    "usr/lib/*-linux-gnu",
-    "usr/local/lib",
-    "usr/local/lib64",
-    "opt/*/lib",
-    "opt/*/*/lib",
-)
 _SIOCGIFADDR: Final = 0x8915
 _LAYOUT: Final = BlockLayout(num_layers=1, kv_heads=1, block_tokens=16, k_dim=16, v_dim=16)
 _TORCH: Final = (
@@ -141,25 +131,15 @@ def examine(*, dram_bytes: int, bind: str, library: str | None, ask_torch: bool)
 
 def chosen_library(explicit: str | None) -> UcxLibrary:
     """Try the UCX library that kvpool loads, and say why it is this one."""
-    path = find_library(explicit)
-    wheel = importlib.util.find_spec("libucx")
-    folders = (wheel and wheel.submodule_search_locations) or ()
-    if explicit is not None:
-        why = "named on the command line"
-    elif any(Path(path).is_relative_to(folder) for folder in folders):
-        why = "the one of the libucx-cu12 wheel"
-    elif "/" not in path:
-        why = "the system's, found by the loader: the wheel libucx-cu12 is not installed"
-    else:
-        why = "the system's"
-    return attempt(path, why)
+    choice = choose_library(explicit)
+    return attempt(choice.path, choice.why)
 
 
 def other_libraries(root: Path, chosen: str) -> list[str]:
     """List the libucp in the usual folders, each once and without the chosen one."""
     seen = {Path(chosen).resolve()}
     found: list[str] = []
-    for folder in _LIBRARY_FOLDERS:
+    for folder in LIBRARY_FOLDERS:
         for path in sorted(root.glob(f"{folder}/libucp.so.0")):
             if path.resolve() not in seen:
                 seen.add(path.resolve())

@@ -19,6 +19,7 @@ import numpy as np
 from kvpool.errors import KVPoolError
 from kvpool.memory import Span
 from kvpool.transfer.ucx_engine import UcxEngine
+from kvpool.transfer.ucx_library import modules_beside
 
 _TIMEOUT_S: Final = 10.0
 _PUT_BYTES: Final = 1 << 20
@@ -47,12 +48,6 @@ class UcxLibrary:
     problem: str = ""
     put_protocol: str = ""
     modules: tuple[str, ...] = ()
-
-
-def modules_beside(path: Path) -> tuple[str, ...]:
-    """Name the transports in the folder ``ucx`` beside a libucp."""
-    files = (path.resolve().parent / "ucx").glob("libuct_*.so*")
-    return tuple(sorted({file.name.removeprefix("libuct_").split(".so")[0] for file in files}))
 
 
 def attempt(path: str, why: str = "", timeout_s: float = 3 * _TIMEOUT_S) -> UcxLibrary:

@@ -5,6 +5,7 @@
  * libucs writes to stdout: a handler of ours takes warnings instead, unless somebody else opened
  * the library before us, whose business its log then is.
  */
+#define _GNU_SOURCE /* RTLD_DEFAULT, dladdr */
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdio.h>
@@ -79,9 +80,31 @@ static void take_over_log(void *library)
     }
 }
 
+/* Whether another libucp than the one of `path` offers its symbols to the whole process. They would
+ * take the place of ours inside our own libraries: seen as a transfer that never ends. */
+static bool is_mixed_up(const char *path, void *before, char *reason, size_t reason_size)
+{
+    const void *global = dlsym(RTLD_DEFAULT, "ucp_worker_create");
+    if (global == NULL || (before != NULL && global == dlsym(before, "ucp_worker_create"))) {
+        return false;
+    }
+    Dl_info other;
+    const char *name = dladdr(global, &other) != 0 ? other.dli_fname : "unknown";
+    snprintf(reason, reason_size,
+             "%s is loaded with global symbols (RTLD_GLOBAL) and would mix with %s: load it without,"
+             " or use the same one for both", name, path);
+    return true;
+}
+
 static bool load(const char *path, char *reason, size_t reason_size)
 {
     void *before = dlopen(path, RTLD_NOW | RTLD_LOCAL | RTLD_NOLOAD);
+    if (is_mixed_up(path, before, reason, reason_size)) {
+        if (before != NULL) {
+            dlclose(before);
+        }
+        return false;
+    }
     /* RTLD_NODELETE: the library leaves threads' data and hooks behind that outlive a dlclose. */
     void *library = dlopen(path, RTLD_NOW | RTLD_LOCAL | RTLD_NODELETE);
     if (before != NULL) {

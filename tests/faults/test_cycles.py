@@ -48,7 +48,7 @@ class Survivor:
             slots = named(0, publish(arena, payload(LAYOUT, BLOCKS, SEED)))
             self.arenas.append(arena)
         assert slots is not None
-        self.nursery = Nursery(*addresses, slots)
+        self.nursery = Nursery(addresses[0], addresses[1], slots)
 
     def _met(self, transport: HostTransport | UcxTransport, endpoint: Endpoint) -> None:
         self.endpoints.append(endpoint)

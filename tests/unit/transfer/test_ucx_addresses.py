@@ -131,7 +131,7 @@ def test_twenty_engines_started_at_once(nodes: list[Node]) -> None:
         list(pool.map(Node.read_from, nodes, others))
 
 
-@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")
 def test_a_fork_beside_transfers_harms_neither_side(nodes: list[Node]) -> None:
     """The child's copies of the engine are closed; the parent's go on, whatever the child does."""
     nodes += [Node(), Node()]
