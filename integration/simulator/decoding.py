@@ -14,6 +14,7 @@ import simpy
 
 from kvpool.integration.conductor.cost import CostModel
 from kvpool.integration.simulator.job import Job, longest_gaps_mean
+from kvpool.integration.simulator.setting import ClusterSetting
 
 # A run is cut after so many steps, so that a growing context is priced anew.
 RUN_STEPS_MAX = 64
@@ -48,23 +49,21 @@ class DecodeWorker:
         joined: Told of a job that enters the batch.
         advanced: Told how many tokens the batch grew by.
         ended: Told of a job that has its last token.
-        tokens_max, running_max: KV room and batch; what finds none waits in order of arrival.
+        setting: Its limits; who finds no room waits, first come first served.
     """
 
     def __init__(
         self,
         clock: simpy.Environment,
         cost: CostModel,
-        tokens_max: int,
-        running_max: int,
+        setting: ClusterSetting,
         joined: Callable[[Job], None],
         advanced: Callable[[int], None],
         ended: Callable[[Job], None],
     ) -> None:
         self._clock = clock
         self._cost = cost
-        self._tokens_max = tokens_max
-        self._running_max = running_max
+        self._setting = setting
         self._joined = joined
         self._advanced = advanced
         self._ended = ended
@@ -106,9 +105,14 @@ class DecodeWorker:
                 self._set_timer(run)
 
     def _has_room(self, job: Job) -> bool:
-        need = job.request.input_tokens + job.request.output_tokens
-        room = self.held_tokens + need <= self._tokens_max
-        return room and len(self._batch) < self._running_max
+        setting, request, running = self._setting, job.request, len(self._batch)
+        need = request.input_tokens + request.output_tokens
+        if self.held_tokens + need > setting.decode_tokens_max or running >= setting.running_max:
+            return False
+        if not running or math.isinf(setting.held_tbt_s):
+            return True
+        context = self.context_tokens + request.input_tokens + 1
+        return self._cost.decode_step_s(running + 1, context) <= setting.held_tbt_s
 
     def _next_run(self) -> None:
         while self._waiting and self._has_room(self._waiting[0]):

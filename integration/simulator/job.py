@@ -33,13 +33,13 @@ class Job:
         asked: The same as the planner sees it.
         plan: Where it goes; None once rejected on arrival.
         held: Blocks that are pinned for it in its prefill node's store.
-        coming_blocks: Leading blocks that it will find once its fetch is done.
+        coming_blocks: Leading blocks that it will find once its copying is done.
         computed_s: When its prefill ended.
         first_token_s: When it joined a decode batch. The first token is counted there, so that the
             handoff is in the time to first token, and every gap after it is a decode step.
         prefill_s: Seconds that prefill was busy with it.
         cached_tokens: Prompt tokens that were not computed.
-        fetched_tokens: Those of them that came from other nodes.
+        moved_tokens: Those of them that came from other nodes.
         tbt_s: Its time between tokens; 0 for an output of one token.
         ended_s, end: When and how it ended.
     """
@@ -53,7 +53,7 @@ class Job:
     first_token_s: float = math.nan
     prefill_s: float = 0.0
     cached_tokens: int = 0
-    fetched_tokens: int = 0
+    moved_tokens: int = 0
     tbt_s: float = 0.0
     ended_s: float = math.nan
     end: End | None = None

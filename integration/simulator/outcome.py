@@ -46,7 +46,7 @@ class Outcome:
             name: array("d")
             for name in (
                 *("number", "arrival_s", "input_tokens", "output_tokens", "end", "ttft_s"),
-                *("tbt_s", "prefill_s", "cached_tokens", "fetched_tokens", "ended_s"),
+                *("tbt_s", "prefill_s", "cached_tokens", "moved_tokens", "ended_s"),
             )
         }
 
@@ -65,7 +65,7 @@ class Outcome:
         columns["tbt_s"].append(job.tbt_s)
         columns["prefill_s"].append(job.prefill_s)
         columns["cached_tokens"].append(job.cached_tokens)
-        columns["fetched_tokens"].append(job.fetched_tokens)
+        columns["moved_tokens"].append(job.moved_tokens)
         columns["ended_s"].append(job.ended_s)
 
     def column(self, name: str) -> Floats:

@@ -24,7 +24,7 @@ class Prompt:
         job: Whose it is.
         source, target: Ports of this worker's node and of the decode worker's.
         cached_tokens: Asked when its turn comes: how many leading tokens are here, or under way.
-        fetch: What brings them from other nodes, if anything does.
+        copying: What brings them from other nodes, if anything does.
         shipments: Its KV on the way to the decode worker, a shipment a chunk.
     """
 
@@ -32,7 +32,7 @@ class Prompt:
     source: int
     target: int
     cached_tokens: Callable[[], int]
-    fetch: Event | None
+    copying: Event | None
     shipments: list[Shipment] = field(default_factory=list)
 
 
@@ -75,11 +75,11 @@ class PrefillWorker:
 
     def _compute(self, prompt: Prompt) -> Generator[Event, None, None]:
         clock, layers = self._clock, self._setting.layers
-        job, fetch = prompt.job, prompt.fetch
+        job, copying = prompt.job, prompt.copying
         tokens = job.request.input_tokens
         began_s = clock.now
-        if fetch is not None and not self._setting.layer_wise:
-            yield fetch
+        if copying is not None and not self._setting.layer_wise:
+            yield copying
         cached = job.cached_tokens = prompt.cached_tokens()
         spent_s, shipped = 0.0, 0
         for end in self._chunk_ends(cached, tokens):
@@ -90,8 +90,8 @@ class PrefillWorker:
             spent_s = max(upto_s, spent_s)
             if not self._setting.layer_wise:
                 shipped = self._ship(prompt, shipped, end)
-        if fetch is not None and not fetch.processed:
-            yield fetch  # each layer waited for its prefix: the last one came now
+        if copying is not None and not copying.processed:
+            yield copying  # each layer waited for its prefix: the last one came now
             yield clock.timeout(spent_s / layers)
         job.computed_s = clock.now
         job.prefill_s = clock.now - began_s

@@ -29,6 +29,8 @@ class ClusterSetting:
         queued_max: Requests at one prefill worker.
         decode_tokens_max: KV room of a decode worker, in tokens.
         running_max: Largest decode batch.
+        held_tbt_s: A decode worker holds a request back while its step would take longer than this
+            with it. Infinite: it takes all that have room.
     """
 
     prefill_count: int = 8
@@ -43,11 +45,12 @@ class ClusterSetting:
     queued_max: int = 1 << 20
     decode_tokens_max: int = 1_400_000
     running_max: int = 256
+    held_tbt_s: float = math.inf
 
     def __post_init__(self) -> None:
         for key in self.__dataclass_fields__:
             value = getattr(self, key)
-            if isinstance(value, bool):
+            if isinstance(value, bool) or (key == "held_tbt_s" and value > 0):
                 continue
             least = BLOCK_TOKENS if key in {"cache_tokens", "chunk_tokens"} else 1
             if not least <= value < math.inf:

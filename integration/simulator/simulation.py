@@ -124,8 +124,7 @@ class Simulation:
         return DecodeWorker(
             self._clock,
             self._cost,
-            setting.decode_tokens_max,
-            setting.running_max,
+            setting,
             joined=self._joined,
             advanced=partial(self._cluster.advance, index),
             ended=self._left,
@@ -169,14 +168,16 @@ class Simulation:
         self._under_way += 1
         store = self._stores[decision.prefill]
         job.held = store.pin(request.blocks, now)
-        fetch = None
+        copying = None
         if self._setting.pooled:
-            fetch = self._fetch_pooled(job)
+            copying = self._read_pool(job)
         elif decision.transfer is not None:
-            fetch = self._fetch(job, decision.transfer)
+            copying = self._copy_prefix(job, decision.transfer)
         cached = partial(self._cached_tokens, job)
         target = self._setting.prefill_count + decision.decode
-        self._prefill[decision.prefill].submit(Prompt(job, decision.prefill, target, cached, fetch))
+        self._prefill[decision.prefill].submit(
+            Prompt(job, decision.prefill, target, cached, copying)
+        )
 
     def _cached_tokens(self, job: Job) -> int:
         """Return what is not computed: what is here when its turn comes, or on its way."""
@@ -185,7 +186,7 @@ class Simulation:
         blocks = max(here, job.coming_blocks)
         return min(blocks * BLOCK_TOKENS, job.request.input_tokens - 1)
 
-    def _fetch(self, job: Job, transfer: PrefixTransfer) -> Event:
+    def _copy_prefix(self, job: Job, transfer: PrefixTransfer) -> Event:
         """Copy a run of blocks between two prefill nodes' stores; both keep it."""
         chain = job.request.blocks[: transfer.first_block + transfer.block_count]
         source, target = self._stores[transfer.source], self._stores[transfer.target]
@@ -193,8 +194,8 @@ class Simulation:
         if len(job.held) >= transfer.first_block:
             job.coming_blocks = len(held)
         tokens = min(len(held) * BLOCK_TOKENS, job.request.input_tokens)
-        job.fetched_tokens = max(tokens - transfer.first_block * BLOCK_TOKENS, 0)
-        size = job.fetched_tokens * self._cost.kv_bytes_per_token
+        job.moved_tokens = max(tokens - transfer.first_block * BLOCK_TOKENS, 0)
+        size = job.moved_tokens * self._cost.kv_bytes_per_token
         arrived = self._network.send(transfer.source, transfer.target, size).done
 
         def keep(_: Event) -> None:
@@ -205,13 +206,13 @@ class Simulation:
         arrived.callbacks.append(keep)
         return arrived
 
-    def _fetch_pooled(self, job: Job) -> Event:
+    def _read_pool(self, job: Job) -> Event:
         """Read what the pool has from the other nodes, over this one's port."""
         assert job.plan is not None
         nodes = self._setting.prefill_count
         tokens = min(len(job.held) * BLOCK_TOKENS, job.request.input_tokens)
-        job.fetched_tokens = tokens * (nodes - 1) // nodes
-        size = job.fetched_tokens * self._cost.kv_bytes_per_token
+        job.moved_tokens = tokens * (nodes - 1) // nodes
+        size = job.moved_tokens * self._cost.kv_bytes_per_token
         return self._network.send(("pool", job.plan.prefill), job.plan.prefill, size).done
 
     def _computed(self, prompt: Prompt) -> None:

@@ -66,7 +66,7 @@ def test_every_request_ends_once_and_leaves_nothing(policy: str, admission: str)
     assert np.isfinite(outcome.column("ttft_s")[served]).all()
     assert (outcome.column("ttft_s")[served] > 0).all()
     assert (outcome.column("cached_tokens") < outcome.column("input_tokens")).all()
-    assert (outcome.column("fetched_tokens") <= outcome.column("input_tokens")).all()
+    assert (outcome.column("moved_tokens") <= outcome.column("input_tokens")).all()
     assert bool((outcome.column("ended_s") >= outcome.column("arrival_s")).all())
 
 
@@ -164,8 +164,8 @@ def test_a_pool_finds_what_any_node_computed() -> None:
     local = simulate(setting, objectives=NONE, **options)
     pooled = simulate(replace(setting, pooled=True), objectives=NONE, **options)
     assert pooled.hit_rate() > 1.3 * local.hit_rate()
-    assert pooled.column("fetched_tokens").sum() > 0
-    assert local.column("fetched_tokens").sum() == 0
+    assert pooled.column("moved_tokens").sum() > 0
+    assert local.column("moved_tokens").sum() == 0
 
 
 def test_a_hot_prefix_spreads_and_both_nodes_keep_it() -> None:
@@ -177,10 +177,10 @@ def test_a_hot_prefix_spreads_and_both_nodes_keep_it() -> None:
         SMALL, cache_tokens=10**6, decode_tokens_max=10**7, queued_max=100, running_max=100
     )
     outcome = Simulation(setting, planner, COST, NONE, 0).run(load)
-    fetched = outcome.column("fetched_tokens")
-    assert (fetched > 0).sum() >= 1
+    moved = outcome.column("moved_tokens")
+    assert (moved > 0).sum() >= 1
     assert outcome.column("cached_tokens")[1:].min() == 100 * BLOCK_TOKENS - 1
-    assert outcome.sent_bytes >= fetched.max() * COST.kv_bytes_per_token
+    assert outcome.sent_bytes >= moved.max() * COST.kv_bytes_per_token
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,8 @@
 """Parts of the simulator alone: network, store, decode worker, prefill worker."""
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import simpy
@@ -140,7 +142,9 @@ def test_the_longest_tenth_of_gaps() -> None:
 
 
 def decode_worker(
-    clock: simpy.Environment, ended: list[tuple[int, float, float]], **limits: int
+    clock: simpy.Environment,
+    ended: list[tuple[int, float, float]],
+    **limits: Any,  # noqa: ANN401 - of ClusterSetting
 ) -> DecodeWorker:
     def joined(one: Job) -> None:
         one.first_token_s = clock.now
@@ -148,8 +152,7 @@ def decode_worker(
     return DecodeWorker(
         clock,
         COST,
-        limits.get("tokens_max", 10**6),
-        limits.get("running_max", 64),
+        replace(ClusterSetting(), **limits),
         joined=joined,
         advanced=lambda _: None,
         ended=lambda one: ended.append((one.request.number, clock.now, one.tbt_s)),
@@ -185,8 +188,10 @@ def test_who_joins_waits_for_the_step_and_slows_the_others() -> None:
     assert (worker.held_tokens, worker.context_tokens) == (0, 0)
 
 
-@pytest.mark.parametrize("limits", [{"running_max": 1}, {"tokens_max": 1500}])
-def test_who_finds_no_room_waits_in_turn(limits: dict[str, int]) -> None:
+@pytest.mark.parametrize(
+    "limits", [{"running_max": 1}, {"decode_tokens_max": 1500}, {"held_tbt_s": 0.028}]
+)
+def test_who_finds_no_room_waits_in_turn(limits: dict[str, float]) -> None:
     clock, ended = simpy.Environment(), list[tuple[int, float, float]]()
     worker = decode_worker(clock, ended, **limits)
     jobs = [job(number, output=20) for number in range(3)]
@@ -199,16 +204,16 @@ def test_who_finds_no_room_waits_in_turn(limits: dict[str, int]) -> None:
 
 
 def compute(
-    setting: ClusterSetting, cached: int, fetch_s: float | None, port: float = 87e9
+    setting: ClusterSetting, cached: int, copy_s: float | None, port: float = 87e9
 ) -> tuple[float, float]:
     """Run one prompt of 20,000 tokens; return when it was computed and when its KV had arrived."""
     clock = simpy.Environment()
     network = Network(clock, port)
     computed: list[Prompt] = []
     worker = PrefillWorker(clock, COST, network, setting, computed.append)
-    fetch = None if fetch_s is None else clock.timeout(fetch_s)
+    copying = None if copy_s is None else clock.timeout(copy_s)
     one = job(tokens=20_000)
-    worker.submit(Prompt(one, 0, 1, lambda: cached, fetch))
+    worker.submit(Prompt(one, 0, 1, lambda: cached, copying))
     assert len(worker) == 1
     arrived_s = math.nan
     while clock.peek() < math.inf:
