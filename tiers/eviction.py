@@ -7,24 +7,53 @@ touches a slot. Who calls it: a tier, under its own lock, which tells it of ever
 import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
-from kvpool.block import BlockHash
+from kvpool.block import BlockHash, Part
 from kvpool.errors import UsageError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Facts:
+    """What else a policy may know of blocks that enter or are used together, and of their request.
+
+    Attributes:
+        part: Which part of a block it is; None means the whole.
+        size_bytes: Of each of the blocks; 0 means unknown.
+        cost_s: Seconds to compute one of them again; 0 means unknown.
+        request: Name of the request that they are of; "" means unknown.
+    """
+
+    part: Part | None = None
+    size_bytes: int = 0
+    cost_s: float = 0.0
+    request: str = ""
+
+
+NO_FACTS: Final = Facts()
 
 
 class EvictionPolicy(Protocol):
     """Orders the blocks of one tier. Times are seconds of one monotonic clock.
 
     A block with a child in this tier, or with a pin, is never a victim; so a pin covers the local
-    ancestors. A block whose parent is not here (a fragment) is legal.
+    ancestors. A block whose parent is not here (a fragment) is legal. A policy is told of every use,
+    so it may count hits itself.
     """
 
-    def admit(self, key: BlockHash, parent: BlockHash | None, now: float) -> None:
+    def admit(
+        self, key: BlockHash, parent: BlockHash | None, now: float, facts: Facts = NO_FACTS
+    ) -> None:
         """Take note of a new block. Raises UsageError if it is known already."""
         ...
 
-    def admit_run(self, keys: Sequence[BlockHash], parent: BlockHash | None, now: float) -> None:
+    def admit_run(
+        self,
+        keys: Sequence[BlockHash],
+        parent: BlockHash | None,
+        now: float,
+        facts: Facts = NO_FACTS,
+    ) -> None:
         """Take note of new blocks, each the parent of the next."""
         ...
 
@@ -40,8 +69,8 @@ class EvictionPolicy(Protocol):
         """Take one pin back. Unknown keys are ignored: a block may be removed while pinned."""
         ...
 
-    def pin_run(self, keys: Sequence[BlockHash], now: float) -> None:
-        """Pin known blocks that are used now, in order."""
+    def pin_run(self, keys: Sequence[BlockHash], now: float, facts: Facts = NO_FACTS) -> None:
+        """Pin known blocks that are used now, in order, by one request."""
         ...
 
     def unpin_run(self, keys: Sequence[BlockHash]) -> None:
@@ -91,11 +120,19 @@ class LRUPolicy:
     def __len__(self) -> int:
         return len(self._nodes)
 
-    def admit(self, key: BlockHash, parent: BlockHash | None, now: float) -> None:
+    def admit(
+        self, key: BlockHash, parent: BlockHash | None, now: float, facts: Facts = NO_FACTS
+    ) -> None:
         """Take note of a new block, used now."""
         self._queue(self._enter(key, parent, now))
 
-    def admit_run(self, keys: Sequence[BlockHash], parent: BlockHash | None, now: float) -> None:
+    def admit_run(
+        self,
+        keys: Sequence[BlockHash],
+        parent: BlockHash | None,
+        now: float,
+        facts: Facts = NO_FACTS,
+    ) -> None:
         """Take note of new blocks, each the parent of the next, used now."""
         nodes: list[_Node] = []
         for key in keys:
@@ -118,7 +155,7 @@ class LRUPolicy:
         """Take one pin back."""
         self.unpin_run([key])
 
-    def pin_run(self, keys: Sequence[BlockHash], now: float) -> None:
+    def pin_run(self, keys: Sequence[BlockHash], now: float, facts: Facts = NO_FACTS) -> None:
         """Keep blocks from being victims; move them to the young end, in order."""
         nodes, sequence = self._nodes, self._sequence
         for key in keys:

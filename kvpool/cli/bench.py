@@ -12,17 +12,21 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib import import_module
+from pathlib import Path
 from typing import Final, Protocol
 
 from kvpool.errors import UsageError
 
-# Subject -> module with ``cases(quick: bool) -> list[Case]``; loaded when it is asked for.
+# Subject -> module with ``cases(quick: bool) -> list[Case]``; loaded when it is asked for. Those of
+# ``TRACED`` take the traces as well.
 SUBJECTS: Final = {
     "tiers": "kvpool.cli.bench_tiers",
     "index": "kvpool.cli.bench_index",
+    "policy": "kvpool.cli.bench_policy",
     "transfer": "kvpool.cli.bench_transfer",
     "e2e": "kvpool.cli.bench_e2e",
 }
+TRACED: Final = ("policy",)
 PAIRS: Final = 9
 PAIRS_QUICK: Final = 3
 # A row is no evidence if its paired ratios spread further, or its reference ran slower than it can.
@@ -102,8 +106,8 @@ class Row:
     valid: bool
 
 
-def cases_of(subject: str, quick: bool, only: str = "*") -> list[Case]:
-    """Return the cases of a subject whose name fits a glob.
+def cases_of(subject: str, quick: bool, only: str = "*", traces: Sequence[Path] = ()) -> list[Case]:
+    """Return the cases of a subject whose name fits a glob; ``traces`` are for a policy's.
 
     Raises UsageError if this installation cannot run the subject, or no name fits.
     """
@@ -114,7 +118,9 @@ def cases_of(subject: str, quick: bool, only: str = "*") -> list[Case]:
         module = import_module(home)
     except ModuleNotFoundError as error:
         raise UsageError(f"{subject} cannot be measured here: {error}") from error
-    offered: list[Case] = module.cases(quick)
+    if traces and subject not in TRACED:
+        raise UsageError(f"--trace says nothing to {subject}: leave it out")
+    offered: list[Case] = module.cases(quick, *traces)
     found = [case for case in offered if fnmatchcase(case.name, only)]
     if not found:
         names = ", ".join(case.name for case in offered)

@@ -8,6 +8,7 @@ import sys
 import time
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Final, TextIO
 
 import msgspec
@@ -33,6 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("subject", choices=sorted(bench.SUBJECTS))
     parser.add_argument("--json", action="store_true", help="one JSON object a line")
     parser.add_argument("--only", default="*", metavar="GLOB", help="rows to measure, by name")
+    parser.add_argument(
+        "--trace",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="for policy: a trace of requests, NAME_trace.jsonl; may be given again",
+    )
     parser.add_argument("--quick", action="store_true", help="for a look, never for a bar")
     parser.add_argument(
         "--cpu",
@@ -44,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Measure and print; return the exit status."""
     pairs = bench.PAIRS_QUICK if arguments.quick else bench.PAIRS
-    cases = bench.cases_of(arguments.subject, arguments.quick, arguments.only)
+    cases = bench.cases_of(arguments.subject, arguments.quick, arguments.only, arguments.trace)
     if arguments.cpu and not all(case.one_process for case in cases):
         names = ", ".join(case.name for case in cases if not case.one_process)
         raise UsageError(f"--cpu says nothing of {names}: other processes do the work")

@@ -141,7 +141,8 @@ def test_a_times_bound_is_above_its_ratio() -> None:
 
 def arguments(**given: object) -> argparse.Namespace:
     return argparse.Namespace(
-        **{"subject": "x", "json": False, "only": "*", "quick": False, "cpu": False, **given}
+        trace=[],
+        **{"subject": "x", "json": False, "only": "*", "quick": False, "cpu": False, **given},
     )
 
 
