@@ -50,11 +50,15 @@ class ClusterSetting:
     def __post_init__(self) -> None:
         for key in self.__dataclass_fields__:
             value = getattr(self, key)
-            if isinstance(value, bool) or (key == "held_tbt_s" and value > 0):
+            if isinstance(value, bool) or key == "held_tbt_s":
                 continue
             least = BLOCK_TOKENS if key in {"cache_tokens", "chunk_tokens"} else 1
             if not least <= value < math.inf:
                 raise ConfigError(f"{key} is {value}: it must be at least {least}", key=key)
+        if not self.held_tbt_s > 0:
+            raise ConfigError(
+                f"held_tbt_s is {self.held_tbt_s}: it must be above 0", key="held_tbt_s"
+            )
 
 
 def check_objectives(objectives: Objectives, cost: CostModel) -> None:
