@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from kvpool.cli import bench_command, doctor
+from kvpool.cli import bench_command, doctor, simulate_command
 from kvpool.client import protocol
 from kvpool.client.rpc import Caller
 from kvpool.errors import KVPoolError, PeerUnreachableError, UnavailableError
@@ -39,6 +39,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_arguments(made)
     made.set_defaults(run=doctor.run)
+    made = commands.add_parser(
+        "simulate",
+        help="simulate a cluster and draw the papers' figures",
+        description=simulate_command.DESCRIPTION,
+    )
+    simulate_command.add_arguments(made)
+    made.set_defaults(run=simulate_command.run)
     made = commands.add_parser("stats", help="show what a running server holds")
     made.add_argument("--run-dir", type=Path, required=True, help="the server's folder")
     made.add_argument("--json", action="store_true", help="as one JSON object")

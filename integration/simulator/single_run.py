@@ -1,0 +1,80 @@
+"""One load on one cluster, as the command line describes it; no figure of a paper.
+
+Owns the table of such a run. Who calls it: ``kvpool simulate --figure run``.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from kvpool.integration.conductor.planner import Planner, PlannerOptions
+from kvpool.integration.simulator.figure import Chart, Figure, Series
+from kvpool.integration.simulator.job import End
+from kvpool.integration.simulator.machine import papers_machine
+from kvpool.integration.simulator.setting import ClusterSetting
+from kvpool.integration.simulator.simulation import Simulation
+from kvpool.integration.simulator.suite import OBJECTIVES
+from kvpool.integration.simulator.trace import Arrival
+
+_SAMPLES = 500
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SingleRun:
+    """What to simulate.
+
+    Attributes:
+        name: Of the load, for people.
+        requests: The load, in order of arrival, drawn once.
+        seconds: About how long its arrivals take: says how often the cluster is sampled.
+    """
+
+    name: str
+    requests: Iterable[Arrival]
+    seconds: float
+    planner: PlannerOptions
+    cluster: ClusterSetting
+    seed: int
+
+
+def single_run(run: SingleRun, tell: Callable[[int], None]) -> Figure:
+    """Simulate; ``tell`` is told now and then how many requests have arrived."""
+    cost = papers_machine()
+    sample_s = max(run.seconds / _SAMPLES, 0.1)
+    planner = Planner(run.planner, cost)
+    simulation = Simulation(run.cluster, planner, cost, OBJECTIVES, run.seed, sample_s)
+    outcome = simulation.run(run.requests, tell)
+    cluster, planner_options, load = run.cluster, run.planner, outcome.load
+    moments = list(load.at_s)
+    return Figure(
+        name="run",
+        title=f"{run.name} on {cluster.prefill_count}P + {cluster.decode_count}D",
+        printed_in="",
+        columns=[
+            *("load", "prefill", "decode", "policy", "admission", "requests", "rejected"),
+            *("after_prefill", "effective_share", "mean_ttft_s", "mean_tbt_s", "hit_rate"),
+            *("mean_prefill_s", "sent_bytes"),
+        ],
+        rows=[
+            [
+                *(run.name, cluster.prefill_count, cluster.decode_count),
+                *(planner_options.policy, planner_options.admission, len(outcome)),
+                *(outcome.count(End.REJECTED), outcome.count(End.DROPPED)),
+                *(outcome.effective_share(OBJECTIVES), outcome.mean_ttft_s()),
+                *(outcome.mean_tbt_s(), outcome.hit_rate(), outcome.mean_prefill_s()),
+                outcome.sent_bytes,
+            ]
+        ],
+        charts=[
+            Chart(
+                title="load: share of TTFT 30 s and of TBT 0.1 s",
+                kind="lines",
+                x_label="s",
+                y_label="load",
+                series=[
+                    Series(name="prefill", xs=moments, ys=list(load.prefill)),
+                    Series(name="decode", xs=moments, ys=list(load.decode)),
+                ],
+            )
+        ],
+        text="A run that the command line described.",
+    )
