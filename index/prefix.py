@@ -81,6 +81,18 @@ class PrefixIndex:
         count = lib.kvp_table_match(self._table, keys, len(found), values)
         return found[:count]
 
+    def sweep(self, dead: NDArray[np.bool_]) -> int:
+        """Forget every key whose number n is ``dead[n]``. Returns how many. Linear in capacity."""
+        said = ffi.from_buffer("bool[]", np.ascontiguousarray(dead))
+        return lib.kvp_table_sweep(self._table, said, len(dead))
+
+    def keys(self) -> bytes:
+        """Return all keys, concatenated, in no order. Linear in capacity."""
+        found = np.empty(len(self) * HASH_BYTES, dtype=np.uint8)
+        hashes = ffi.from_buffer("uint8_t[]", found, require_writable=True)
+        lib.kvp_table_list(self._table, hashes, len(self))
+        return found.tobytes()
+
 
 def _whole(key: bytes) -> bytes:
     if len(key) != HASH_BYTES:

@@ -57,6 +57,11 @@ size_t kvp_table_remove(kvp_table *table, const uint8_t *hashes, size_t count, u
 /* Count the leading hashes (of `count`, 32 bytes each) that are present; `values` (nullable, room
  * for `count`) takes their values. */
 size_t kvp_table_match(kvp_table *table, const uint8_t *hashes, size_t count, uint64_t *values);
+/* Remove every hash whose value is below `numbers` and is `dead`. Returns how many. Linear in the
+ * table's size. */
+size_t kvp_table_sweep(kvp_table *table, const bool *dead, size_t numbers);
+/* Copy up to `room` of the hashes that are present, 32 bytes each, in no order. Returns how many. */
+size_t kvp_table_list(kvp_table *table, uint8_t *hashes, size_t room);
 
 /* ---- crc32c.c -------------------------------------------------------------------------------- */
 

@@ -195,3 +195,26 @@ size_t kvp_table_match(kvp_table *table, const uint8_t *hashes, size_t count, ui
     }
     return count;
 }
+
+size_t kvp_table_sweep(kvp_table *table, const bool *dead, size_t numbers)
+{
+    size_t before = table->count;
+    for (size_t place = 0; place <= table->mask;) {
+        const entry *here = &table->entries[place];
+        /* Closing up may bring another entry here; one that comes round from the begin was seen. */
+        if (table->tags[place] != 0 && here->value < numbers && dead[here->value])
+            close_up(table, place);
+        else
+            place++;
+    }
+    return before - table->count;
+}
+
+size_t kvp_table_list(kvp_table *table, uint8_t *hashes, size_t room)
+{
+    size_t listed = 0;
+    for (size_t place = 0; place <= table->mask && listed < room; place++)
+        if (table->tags[place] != 0)
+            memcpy(hashes + listed++ * HASH_BYTES, table->entries[place].hash, HASH_BYTES);
+    return listed;
+}

@@ -74,6 +74,51 @@ static void test_match(void)
     kvp_table_close(table);
 }
 
+/* Sweep some values out of crowded tables: exactly those go, and the rest is found and listed. */
+static void test_sweep(void)
+{
+    enum { VALUES = 8 };
+    for (size_t round = 0; round < 2000; round++) {
+        uint64_t values[NAMES];
+        bool dead[VALUES], here[NAMES];
+        size_t count = 0, left = 0;
+        kvp_table *table = kvp_table_open(NAMES);
+        CHECK(table != NULL);
+        for (size_t value = 0; value < VALUES; value++)
+            dead[value] = next_random() & 1;
+        for (size_t i = 0; i < NAMES; i++) {
+            uint8_t hash[HASH_BYTES];
+            /* Some all collide, some are spread over all places, the last ones too. */
+            name(hash, i);
+            if (round & 1)
+                hash[0] = (uint8_t)(i * 37);
+            values[i] = random_below(VALUES + 2); /* two are past what may be dead */
+            here[i] = next_random() & 1;
+            if (here[i])
+                CHECK(kvp_table_put(table, hash, values[i]) == KVP_OK);
+            count += here[i];
+            here[i] = here[i] && !(values[i] < VALUES && dead[values[i]]);
+            left += here[i];
+        }
+        CHECK(kvp_table_sweep(table, dead, VALUES) == count - left);
+        CHECK(kvp_table_count(table) == left);
+        uint8_t listed[NAMES * HASH_BYTES];
+        CHECK(kvp_table_list(table, listed, NAMES) == left);
+        CHECK(kvp_table_match(table, listed, left, NULL) == left);
+        CHECK(kvp_table_list(table, listed, 1) == (left > 0));
+        for (size_t i = 0; i < NAMES; i++) {
+            uint8_t hash[HASH_BYTES];
+            name(hash, i);
+            if (round & 1)
+                hash[0] = (uint8_t)(i * 37);
+            uint64_t value;
+            CHECK((kvp_table_get(table, hash, &value) == KVP_OK) == here[i]);
+            CHECK(!here[i] || value == values[i]);
+        }
+        kvp_table_close(table);
+    }
+}
+
 static void test_edges(void)
 {
     uint8_t hash[HASH_BYTES] = {0};
@@ -91,6 +136,7 @@ int main(void)
 {
     test_against_array();
     test_match();
+    test_sweep();
     test_edges();
     return 0;
 }
