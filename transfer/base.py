@@ -17,6 +17,8 @@ from kvpool.block import BlockLayout, Incarnation
 from kvpool.completion import Completion
 from kvpool.memory import BlockView, Crcs, Span
 
+# Largest batch: flat spans, or slots of blocks.
+SPANS_MAX: Final = 65536
 # Largest notification, in bytes. It fits a record of the shared ring.
 NOTIFICATION_BYTES_MAX: Final = 1024
 
@@ -81,8 +83,9 @@ class Endpoint(ABC):
             before and after.
 
         Raises:
-            UsageError: An empty batch, zero length, a span past its slot's end, an unknown region,
-                overlapping destinations. Raised before anything moves.
+            UsageError: An empty batch, or of more than SPANS_MAX, zero length, a span past its
+                slot's end, an unknown region, overlapping destinations. Raised before anything
+                moves.
             ClosedError: The endpoint is closed.
         """
 
@@ -101,7 +104,7 @@ class Endpoint(ABC):
 
         Args:
             dest: As many blocks as ``source`` has slots.
-            source: One slot a block.
+            source: One slot a block, at most SPANS_MAX.
             source_layout: What one slot holds: all layers, or one (``num_layers`` 1).
             dest_layer: With a one-layer source: the layer of ``dest`` to write. None: all layers.
             deadline_s: Seconds from now.

@@ -15,7 +15,7 @@ from kvpool.arena import Window
 from kvpool.block import BlockLayout
 from kvpool.errors import CorruptionError, LeaseExpiredError, UsageError
 from kvpool.memory import BlockView, Crcs, Span, copy_blocks
-from kvpool.transfer.base import RemoteSlots
+from kvpool.transfer.base import SPANS_MAX, RemoteSlots
 
 # Bytes between two looks at deadline and cancel: 1 ms of copying by one thread. A batch costs 0.05 ms
 # of Python, under the lock that all threads share: smaller ones keep the threads from each other.
@@ -41,8 +41,8 @@ def layers_view(view: BlockView, layers: range) -> BlockView:
 
 def require_slots(slots: RemoteSlots, slot_count: int) -> None:
     """Raise UsageError unless these are slots of a region of ``slot_count``, one life each."""
-    if not slots.slots:
-        raise UsageError("a read of no slots")
+    if not 0 < len(slots.slots) <= SPANS_MAX:
+        raise UsageError(f"a read of {len(slots.slots)} slots: 1 to {SPANS_MAX}")
     if len(slots.slots) != len(slots.generations):
         raise UsageError(f"{len(slots.generations)} generations for {len(slots.slots)} slots")
     if not 0 <= min(slots.slots) <= max(slots.slots) < slot_count:
@@ -84,8 +84,8 @@ def require_spans(
         pairs: As for ``Endpoint.read_spans``.
         geometries: Slot count and slot bytes of the region that each is read from.
     """
-    if not pairs:
-        raise UsageError("a batch of no spans")
+    if not 0 < len(pairs) <= SPANS_MAX:
+        raise UsageError(f"a batch of {len(pairs)} spans: 1 to {SPANS_MAX}")
     for (span, slots, offset), (slot_count, slot_bytes) in zip(pairs, geometries, strict=True):
         require_slots(slots, slot_count)
         if len(slots.slots) != 1:
