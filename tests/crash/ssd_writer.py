@@ -1,0 +1,69 @@
+"""A process that writes to an SSD tier until it is killed, and says each thing that it was promised.
+
+python -m tests.crash.ssd_writer FOLDER SEED SLOTS [lies]
+
+A line ``go`` when the tier is open, then ``ack FIRST COUNT`` when blocks FIRST to FIRST + COUNT, a chain
+of their own, are durable. With ``lies`` it says so before it writes: a bug that the tests must find.
+"""
+
+import os
+import random
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from kvpool.testing.blocks import SMALL_LAYOUT, Payload, key, payload, view_of
+from kvpool.tiers.ssd import SsdTier
+
+ROOMY = 600  # slots: more than a run writes, so whatever was promised must be there
+TIGHT = 24  # slots: every write evicts, so the last two chains that were promised must be there
+CHAIN_MAX = 5
+TIMEOUT_S = 120.0
+
+
+def block(number: int) -> Payload:
+    """Return the bytes of a made-up block."""
+    return payload(SMALL_LAYOUT, 1, seed=number)
+
+
+def chain_keys(first: int, count: int) -> bytes:
+    """Return the keys of a chain."""
+    return b"".join(key(number) for number in range(first, first + count))
+
+
+def say(*words: object) -> None:
+    """Tell the parent, at once."""
+    os.write(1, (" ".join(map(str, words)) + "\n").encode())
+
+
+def main() -> None:
+    """Write chains of 1 to ``CHAIN_MAX`` blocks, in one or two calls each; now and then remove some."""
+    folder, seed, slots = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    lies = sys.argv[4:] == ["lies"]
+    chance = random.Random(seed)
+    tier = SsdTier(folder, SMALL_LAYOUT, slots, threads=4, timeout_s=TIMEOUT_S)
+    say("go")
+    first = 1
+    while True:
+        count = chance.randint(1, CHAIN_MAX)
+        cut = chance.randint(0, count)
+        blocks = np.concatenate([block(number) for number in range(first, first + count)])
+        if lies:
+            say("ack", first, count)
+        for begin, end in ((0, cut), (cut, count)):
+            parent = key(first + begin - 1) if begin else None
+            source = view_of(SMALL_LAYOUT, blocks[begin:end])
+            keys = chain_keys(first + begin, end - begin)
+            tier.write(keys, parent, source, deadline_s=TIMEOUT_S)
+        if tier.durable(chain_keys(first, count)) == count and not lies:
+            say("ack", first, count)
+        first += count
+        if slots == TIGHT and first > 2 * TIGHT and chance.random() < 0.1:
+            tier.evict(chance.randint(1, 3))
+        if chance.random() < 0.05:
+            tier.flush(TIMEOUT_S)
+
+
+if __name__ == "__main__":
+    main()
