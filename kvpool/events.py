@@ -54,6 +54,15 @@ class SliceArrived(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class LayerReadBegun(Event):
+    """The receiver began to read (pull) layer slices of one layer; its time is before the first byte."""
+
+    request: str
+    layer: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRead(Event):
     """The receiver read (pulled) layer slices of one layer."""
 

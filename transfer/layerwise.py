@@ -69,7 +69,7 @@ class StreamHub:
     tables; no stream is called under it.
 
     Args:
-        events: Takes SliceAnnounced, SliceArrived and LayerRead.
+        events: Takes SliceAnnounced, SliceArrived, LayerReadBegun and LayerRead.
     """
 
     def __init__(self, events: EventSink) -> None:

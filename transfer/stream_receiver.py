@@ -21,7 +21,7 @@ from kvpool.errors import (
     TransferTimeoutError,
     UsageError,
 )
-from kvpool.events import EventSink, LayerRead, SliceArrived
+from kvpool.events import EventSink, LayerRead, LayerReadBegun, SliceArrived
 from kvpool.memory import BlockView
 from kvpool.transfer.base import RemoteSlots
 from kvpool.transfer.stream_link import StreamLink
@@ -137,14 +137,16 @@ class LayerReceiver:
             elif error is None:
                 begin = message.first_block
                 self._announced[message.layer, begin : begin + len(message.slots)] = True
-                self._deferred.append(message)
+                self._active += 1  # until it waits with the others, or is given back
         if error is not None:
             link.post(ack_of(message))
             self.fail(error, True)
             return
         count = len(message.slots)
+        # Before any thread can begin to read it.
         self._events.emit(SliceArrived(request=self.request, layer=message.layer, blocks=count))
-        self.start_reads()
+        if self._defer(message, behind=True):
+            self.start_reads()
 
     def ended(self, message: End) -> None:
         """Take the sender's word that all is announced."""
@@ -167,16 +169,17 @@ class LayerReceiver:
             try:
                 if len(endpoint.regions()) <= self._region and endpoint.alive():
                     raise CapacityError("the sender's region is not known yet")
-                begin = message.first_block
+                begin, count = message.first_block, len(message.slots)
+                begun = LayerReadBegun(request=self.request, layer=message.layer, blocks=count)
                 read = endpoint.read_blocks(
-                    self._dest.take(begin, begin + len(message.slots)),
+                    self._dest.take(begin, begin + count),
                     RemoteSlots(self._region, tuple(message.slots), tuple(message.generations)),
                     source_layout=slice_layout(self._dest.layout),
                     dest_layer=message.layer,
                     deadline_s=self._deadline.remaining_s() + _READ_GRACE_S,
                 )
             except CapacityError:
-                if self._defer(message):
+                if self._defer(message, behind=False):
                     self._stir()
                     return False
                 continue
@@ -186,6 +189,7 @@ class LayerReceiver:
             except KVPoolError as error:
                 self._read_ended(message, error)
                 continue
+            self._events.emit(begun)
             self._watch(message, read)
 
     def check(self) -> None:
@@ -234,13 +238,13 @@ class LayerReceiver:
             and not self._announced[message.layer, begin : begin + count].any()
         )
 
-    def _defer(self, message: Announce) -> bool:
-        """Put an announcement back for later. False, and it is acked, if the stream failed."""
+    def _defer(self, message: Announce, *, behind: bool) -> bool:
+        """Let an announcement wait, behind others or before. False, and acked, if the stream failed."""
         with self._state:
             self._active -= 1
             failed = self._error is not None
             if not failed:
-                self._deferred.appendleft(message)
+                (self._deferred.append if behind else self._deferred.appendleft)(message)
             link = self.link
         if failed and link is not None:
             link.post(ack_of(message))

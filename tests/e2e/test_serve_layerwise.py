@@ -60,15 +60,18 @@ def test_each_layer_leaves_before_two_more_are_computed(
 def test_no_layer_is_read_before_its_arrival(traces: tuple[Events, Events, int, str, str]) -> None:
     _, decode, tokens, _, _ = traces
     arrived: dict[int, int] = {}
+    begun: dict[int, int] = {}
     read: dict[int, int] = {}
     for event in decode:  # in the order in which they were written
         if event["event"] == "SliceArrived":
             arrived[event["layer"]] = arrived.get(event["layer"], 0) + event["blocks"]
+        elif event["event"] == "LayerReadBegun":
+            begun[event["layer"]] = begun.get(event["layer"], 0) + event["blocks"]
+            assert begun[event["layer"]] <= arrived[event["layer"]]
         elif event["event"] == "LayerRead":
             read[event["layer"]] = read.get(event["layer"], 0) + event["blocks"]
-            assert read[event["layer"]] <= arrived[event["layer"]]
     blocks = -(-tokens // SIZE)
-    assert read == arrived
+    assert read == begun == arrived
     assert set(read.values()) == {blocks}
     first_forward = next(e["at_ns"] for e in of(decode, "ForwardRan"))
     last_read = max(e["at_ns"] for e in of(decode, "LayerRead"))

@@ -17,7 +17,7 @@ from kvpool.errors import (
     TransferTimeoutError,
     UsageError,
 )
-from kvpool.events import LayerRead, ListSink, SliceAnnounced, SliceArrived
+from kvpool.events import LayerRead, LayerReadBegun, ListSink, SliceAnnounced, SliceArrived
 from kvpool.testing.blocks import SMALL_LAYOUT, payload, view_of
 from kvpool.testing.lossy import Faults, LossyTransport
 from kvpool.testing.pair import Collected, empty
@@ -187,12 +187,17 @@ def test_events_tell_the_order_and_the_bound_of_staging(two: Two) -> None:
     sender.finish(b"", deadline_s=WAIT_S)
     receiver.completion.wait(WAIT_S)
     events = two.events.events
-    for kind in (SliceAnnounced, SliceArrived, LayerRead):
+    for kind in (SliceAnnounced, SliceArrived, LayerReadBegun, LayerRead):
         slices = sum(event.blocks for event in events if isinstance(event, kind))
         assert slices == LAYERS * BLOCKS
     announced = [event for event in events if isinstance(event, SliceAnnounced)]
     assert 0 < max(event.staged_bytes for event in announced) <= SLOTS * LAYOUT.layer_bytes
     for layer in range(LAYERS):
+        # In the order in which they were written, none is ahead of its cause.
+        kinds = [type(e) for e in events if getattr(e, "layer", -1) == layer]
+        for cause, effect in ((SliceArrived, LayerReadBegun), (SliceArrived, LayerRead)):
+            for end in range(len(kinds) + 1):
+                assert kinds[:end].count(effect) <= kinds[:end].count(cause)
         arrived = [e.at_ns for e in events if isinstance(e, SliceArrived) and e.layer == layer]
         read = [e.at_ns for e in events if isinstance(e, LayerRead) and e.layer == layer]
         sent = [e.at_ns for e in announced if e.layer == layer]
