@@ -43,11 +43,11 @@ def figure9(suite: Suite) -> Figure:
     series: list[Series] = []
     rooms = sorted({*_BLOCKS, *(tokens // BLOCK_TOKENS for tokens in _TOKENS)})
     for trace, requests in suite.traces.items():
-        load = [TraceRequest(at_s=one.arrival_s, keys=one.blocks) for one in requests]
+        asked = [TraceRequest(at_s=one.arrival_s, keys=one.blocks) for one in requests]
         found: dict[int, float] = {}
         for index, blocks in enumerate(rooms):
             suite.tell(f"fig9 {trace}", index / len(rooms))
-            found[blocks] = replay(LRUPolicy(), load, blocks, parents=False).hit_rate
+            found[blocks] = replay(LRUPolicy(), asked, blocks, parents=False).hit_rate
         printed = dict(
             zip((tokens // BLOCK_TOKENS for tokens in _TOKENS), _FIG9.get(trace, ()), strict=False)
         )

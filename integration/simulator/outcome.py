@@ -19,7 +19,7 @@ def _floats() -> "array[float]":
 
 
 @dataclass(slots=True)
-class Load:
+class Pressure:
     """How busy the cluster was, sampled at even moments; loads are shares of an objective.
 
     Attributes:
@@ -39,7 +39,7 @@ class Outcome:
     """Columns over requests in order of their ends, and samples of the load."""
 
     def __init__(self) -> None:
-        self.load = Load()
+        self.pressure = Pressure()
         self.reasons: dict[Reason, int] = dict.fromkeys(Reason, 0)
         self.sent_bytes = 0.0
         self._columns = {

@@ -108,13 +108,16 @@ def _smooth(values: "np.typing.ArrayLike") -> "np.typing.NDArray[np.float64]":
 
 def _middle(outcome: Outcome) -> slice:
     """Leave out a tenth at either end, where the cluster fills and empties."""
-    count = len(outcome.load.at_s)
+    count = len(outcome.pressure.at_s)
     return slice(count // 10, count - count // 10)
 
 
 def _anti_phase(outcome: Outcome) -> float:
     part = _middle(outcome)
-    prefill, decode = _smooth(outcome.load.prefill[part]), _smooth(outcome.load.decode[part])
+    prefill, decode = (
+        _smooth(outcome.pressure.prefill[part]),
+        _smooth(outcome.pressure.decode[part]),
+    )
     if len(prefill) < 2 or not prefill.std() or not decode.std():
         return 0.0
     return float(np.corrcoef(prefill, decode)[0, 1])
@@ -122,14 +125,14 @@ def _anti_phase(outcome: Outcome) -> float:
 
 def _spread(outcome: Outcome) -> tuple[float, float]:
     part = _middle(outcome)
-    prefill, decode = outcome.load.prefill[part], outcome.load.decode[part]
+    prefill, decode = outcome.pressure.prefill[part], outcome.pressure.decode[part]
     return (float(np.std(prefill)), float(np.std(decode))) if len(prefill) else (0.0, 0.0)
 
 
 def _loads(title: str, outcome: Outcome) -> Chart:
-    load = outcome.load
-    prefill, decode = _smooth(load.prefill), _smooth(load.decode)
-    moments = [float(at) for at in load.at_s[: len(prefill)]]
+    pressure = outcome.pressure
+    prefill, decode = _smooth(pressure.prefill), _smooth(pressure.decode)
+    moments = [float(at) for at in pressure.at_s[: len(prefill)]]
     return Chart(
         title=title,
         kind="lines",

@@ -265,15 +265,15 @@ class Simulation:
         self._outcome.note(job)
 
     def _sample(self) -> Generator[Event, None, None]:
-        load, objectives = self._outcome.load, self._cluster.objectives
+        pressure, objectives = self._outcome.pressure, self._cluster.objectives
         while self._arriving or self._under_way:
             now = self._clock.now
             waits = self._cluster.prefill.free_at_s - now
             steps = [worker.step_s() for worker in self._decode]
-            load.at_s.append(now)
-            load.prefill.append(float(waits.clip(min=0.0).mean()) / objectives.ttft_s)
-            load.decode.append(sum(steps) / len(steps) / objectives.tbt_s)
-            load.running.append(sum(worker.running for worker in self._decode))
+            pressure.at_s.append(now)
+            pressure.prefill.append(float(waits.clip(min=0.0).mean()) / objectives.ttft_s)
+            pressure.decode.append(sum(steps) / len(steps) / objectives.tbt_s)
+            pressure.running.append(sum(worker.running for worker in self._decode))
             yield self._clock.timeout(self._sample_s)
 
     def _check_empty(self) -> None:

@@ -43,8 +43,8 @@ def single_run(run: SingleRun, tell: Callable[[int], None]) -> Figure:
     planner = Planner(run.planner, cost)
     simulation = Simulation(run.cluster, planner, cost, OBJECTIVES, run.seed, sample_s)
     outcome = simulation.run(run.requests, tell)
-    cluster, planner_options, load = run.cluster, run.planner, outcome.load
-    moments = list(load.at_s)
+    cluster, planner_options, pressure = run.cluster, run.planner, outcome.pressure
+    moments = list(pressure.at_s)
     return Figure(
         name="run",
         title=f"{run.name} on {cluster.prefill_count}P + {cluster.decode_count}D",
@@ -71,8 +71,8 @@ def single_run(run: SingleRun, tell: Callable[[int], None]) -> Figure:
                 x_label="s",
                 y_label="load",
                 series=[
-                    Series(name="prefill", xs=moments, ys=list(load.prefill)),
-                    Series(name="decode", xs=moments, ys=list(load.decode)),
+                    Series(name="prefill", xs=moments, ys=list(pressure.prefill)),
+                    Series(name="decode", xs=moments, ys=list(pressure.decode)),
                 ],
             )
         ],

@@ -90,8 +90,8 @@ class Suite:
         known = self._outcomes.get(scenario)
         if known is not None:
             return known
-        load = self.load(scenario)
-        if not load:
+        requests = self.requests(scenario)
+        if not requests:
             raise UsageError(f"trace {scenario.trace} is too short to be cut in half")
         cost = papers_machine()
         simulation = Simulation(
@@ -103,11 +103,11 @@ class Suite:
             scenario.sample_s,
         )
         self.tell(label, 0.0)
-        outcome = simulation.run(load, lambda count: self.tell(label, count / len(load)))
+        outcome = simulation.run(requests, lambda count: self.tell(label, count / len(requests)))
         self._outcomes[scenario] = outcome
         return outcome
 
-    def load(self, scenario: Scenario) -> list[Arrival]:
+    def requests(self, scenario: Scenario) -> list[Arrival]:
         """Return the requests of a scenario."""
         requests = list(self.traces[scenario.trace])
         middle = len(requests) // 2
@@ -133,7 +133,7 @@ def own_cluster(cluster: ClusterSetting, objectives: Objectives) -> ClusterSetti
     return replace(cluster, held_tbt_s=OWN_HELD_SHARE * objectives.tbt_s)
 
 
-def load_name(path: Path) -> str:
+def trace_name(path: Path) -> str:
     """Return the name of a trace's load: its file's, less ``_trace``."""
     return path.stem.removesuffix("_trace")
 
@@ -146,7 +146,7 @@ def open_suite(paths: Sequence[Path], seed: int, tell: Tell) -> Suite:
     """
     traces: dict[str, Sequence[Arrival]] = {}
     for path in paths:
-        name = load_name(path)
+        name = trace_name(path)
         if name in traces:
             raise UsageError(f"two traces are named {name}: rename one of the files", path=path)
         traces[name] = spread(read_trace(path), seed)

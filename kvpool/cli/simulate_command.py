@@ -101,30 +101,30 @@ def _figures(
 
 def _single_run(arguments: argparse.Namespace, progress: Progress) -> "Figure":
     from kvpool.integration.conductor.planner import PlannerOptions
-    from kvpool.integration.simulator.load import LoadSetting, generated
     from kvpool.integration.simulator.setting import ClusterSetting
     from kvpool.integration.simulator.single_run import SingleRun, single_run
-    from kvpool.integration.simulator.suite import load_name
+    from kvpool.integration.simulator.suite import trace_name
     from kvpool.integration.simulator.trace import at_speed, read_trace, spread
+    from kvpool.integration.simulator.workload import Workload, generated
 
     if (arguments.poisson is None) == (not arguments.trace):
         raise UsageError("--figure run needs one load: --trace FILE, or --poisson RATE")
     if arguments.poisson is not None:
-        setting = LoadSetting(request_count=arguments.requests, rate_per_s=arguments.poisson)
+        workload = Workload(request_count=arguments.requests, rate_per_s=arguments.poisson)
         name, count = f"poisson {arguments.poisson:g}/s", arguments.requests
-        load, seconds = generated(setting, arguments.seed), count / arguments.poisson
+        arriving, seconds = generated(workload, arguments.seed), count / arguments.poisson
     else:
         if len(arguments.trace) > 1:
             raise UsageError("--figure run simulates one trace: give --trace once")
         path = arguments.trace[0]
-        name = load_name(path)
+        name = trace_name(path)
         requests = at_speed(spread(read_trace(path), arguments.seed), arguments.speed)
-        load, count, seconds = iter(requests), len(requests), requests[-1].arrival_s
+        arriving, count, seconds = iter(requests), len(requests), requests[-1].arrival_s
     tell = _bar(progress)
     return single_run(
         SingleRun(
             name=name,
-            requests=load,
+            requests=arriving,
             seconds=seconds,
             planner=PlannerOptions(policy=arguments.policy, admission=arguments.admission),
             cluster=ClusterSetting(prefill_count=arguments.prefill, decode_count=arguments.decode),

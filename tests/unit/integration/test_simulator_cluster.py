@@ -14,12 +14,12 @@ from kvpool.integration.conductor.plan import Decision, Plan, Rejection
 from kvpool.integration.conductor.planner import Planner, PlannerOptions
 from kvpool.integration.conductor.snapshot import Objectives, Request, Snapshot
 from kvpool.integration.simulator.job import End
-from kvpool.integration.simulator.load import LoadSetting, generated
 from kvpool.integration.simulator.machine import papers_machine
 from kvpool.integration.simulator.outcome import Outcome
 from kvpool.integration.simulator.setting import ClusterSetting
 from kvpool.integration.simulator.simulation import Simulation
 from kvpool.integration.simulator.trace import BLOCK_TOKENS, Arrival, block_name
+from kvpool.integration.simulator.workload import Workload, generated
 
 COST = papers_machine()
 NONE = Objectives(ttft_s=float("inf"), tbt_s=float("inf"))
@@ -34,12 +34,12 @@ SMALL = ClusterSetting(
     queued_max=12,
     running_max=12,
 )
-LOAD = LoadSetting(request_count=150, rate_per_s=2.0)
+LOAD = Workload(request_count=150, rate_per_s=2.0)
 
 
 def simulate(
     setting: ClusterSetting = SMALL,
-    load: LoadSetting = LOAD,
+    load: Workload = LOAD,
     objectives: Objectives = TIGHT,
     seed: int = 1,
     sample_s: float = 0.0,
@@ -92,7 +92,7 @@ def test_nothing_is_left_behind_by_any_cluster(
         layer_wise=layered,
         port_bytes_per_s=5e9,
     )
-    load = LoadSetting(request_count=40, rate_per_s=rate)
+    load = Workload(request_count=40, rate_per_s=rate)
     assert len(simulate(setting, load, policy=policy)) == 40
 
 
@@ -100,7 +100,7 @@ def test_equal_seeds_give_equal_outcomes() -> None:
     first = simulate(sample_s=5.0)
     again = simulate(sample_s=5.0)
     assert columns(first) == columns(again)
-    assert first.load == again.load
+    assert first.pressure == again.pressure
     assert columns(first) != columns(simulate(seed=2))
 
 
@@ -114,7 +114,7 @@ def test_a_leak_is_no_quiet_matter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("policy", ["load-balancing", "kvcache-centric"])
 def test_more_nodes_serve_no_less(policy: str) -> None:
-    load = LoadSetting(request_count=250, rate_per_s=3.0)
+    load = Workload(request_count=250, rate_per_s=3.0)
     shares = []
     for nodes in (1, 2, 4, 8):
         setting = replace(SMALL, prefill_count=nodes, decode_count=nodes)
@@ -211,7 +211,7 @@ def test_a_setting_without_meaning_is_refused(key: str) -> None:
 
 
 def test_rejections_have_reasons_and_waste_is_told_apart() -> None:
-    crowded = LoadSetting(request_count=300, rate_per_s=8.0)
+    crowded = Workload(request_count=300, rate_per_s=8.0)
     baseline = simulate(load=crowded, policy="load-balancing", admission="baseline")
     early = simulate(load=crowded, policy="load-balancing", admission="early")
     assert baseline.count(End.DROPPED) > early.count(End.DROPPED)

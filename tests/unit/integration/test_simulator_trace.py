@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpool.errors import ConfigError, UsageError
-from kvpool.integration.simulator.load import LoadSetting, generated
 from kvpool.integration.simulator.trace import (
     BLOCK_TOKENS,
     Arrival,
@@ -22,6 +21,7 @@ from kvpool.integration.simulator.trace import (
     read_trace,
     spread,
 )
+from kvpool.integration.simulator.workload import Workload, generated
 
 GOOD: dict[str, Any] = {
     "timestamp": 3000,
@@ -144,7 +144,7 @@ def test_speed() -> None:
 
 
 def test_a_generated_load_is_poisson_and_reuses() -> None:
-    setting = LoadSetting(request_count=4000, rate_per_s=5.0)
+    setting = Workload(request_count=4000, rate_per_s=5.0)
     load = list(generated(setting, seed=3))
     assert load == list(generated(setting, seed=3))
     assert load != list(generated(setting, seed=4))
@@ -169,4 +169,4 @@ def test_a_generated_load_is_poisson_and_reuses() -> None:
 def test_a_load_that_cannot_be_is_refused(key: str, value: float) -> None:
     settings: dict[str, Any] = {"request_count": 1, "rate_per_s": 1.0, key: value}
     with pytest.raises(ConfigError, match=key):
-        LoadSetting(**settings)
+        Workload(**settings)

@@ -1,6 +1,6 @@
-"""Generated loads: Poisson arrivals of prompts, some of which go on where an earlier one ended.
+"""Generated workloads: Poisson arrivals of prompts, some of which go on where an earlier one ended.
 
-Owns the shape of a generated load. Requests are made one by one, so that a load may be longer than
+Owns the shape of a generated workload. Requests are made one by one, so that one may be longer than
 memory. Who calls it: ``kvpool simulate``, its scale check, tests.
 """
 
@@ -20,8 +20,8 @@ _SPREAD: Final = 1.0  # sigma of the logarithm of a length
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LoadSetting:
-    """A generated load. Lengths are log-normal.
+class Workload:
+    """A generated workload. Lengths are log-normal.
 
     Attributes:
         request_count: How many requests there are.
@@ -60,34 +60,34 @@ class _Session:
     blocks: tuple[BlockHash, ...]
 
 
-def generated(setting: LoadSetting, seed: int) -> Iterator[Arrival]:
-    """Yield the requests of a generated load, in order of arrival. Equal seeds, equal loads."""
+def generated(workload: Workload, seed: int) -> Iterator[Arrival]:
+    """Yield the requests of a generated workload, in order of arrival. Equal seeds, equal requests."""
     rng = random.Random(f"load {seed}")
     names = count()
-    sessions: deque[_Session] = deque(maxlen=setting.sessions_max)
+    sessions: deque[_Session] = deque(maxlen=workload.sessions_max)
     now = 0.0
-    for number in range(setting.request_count):
-        now += rng.expovariate(setting.rate_per_s)
-        earlier, tokens = _taken_up(rng, setting, sessions)
+    for number in range(workload.request_count):
+        now += rng.expovariate(workload.rate_per_s)
+        earlier, tokens = _taken_up(rng, workload, sessions)
         missing = -(-tokens // BLOCK_TOKENS) - len(earlier.blocks)
         blocks = earlier.blocks + tuple(block_name(next(names)) for _ in range(missing))
-        output = min(_length(rng, setting.output_tokens), setting.prompt_tokens_max)
+        output = min(_length(rng, workload.output_tokens), workload.prompt_tokens_max)
         yield Arrival(number, now, tokens, output, blocks)
         sessions.append(_Session(tokens + output, blocks[: tokens // BLOCK_TOKENS]))
 
 
 def _taken_up(
-    rng: random.Random, setting: LoadSetting, sessions: deque[_Session]
+    rng: random.Random, workload: Workload, sessions: deque[_Session]
 ) -> tuple[_Session, int]:
     """Draw what a prompt goes on with, which is an empty one for a new prompt, and its length."""
-    if sessions and rng.random() < setting.reuse:
+    if sessions and rng.random() < workload.reuse:
         index = rng.randrange(len(sessions))
-        tokens = sessions[index].tokens + _length(rng, setting.turn_tokens)
-        if tokens <= setting.prompt_tokens_max:
+        tokens = sessions[index].tokens + _length(rng, workload.turn_tokens)
+        if tokens <= workload.prompt_tokens_max:
             earlier = sessions[index]
             del sessions[index]
             return earlier, tokens
-    return _Session(0, ()), min(_length(rng, setting.prompt_tokens), setting.prompt_tokens_max)
+    return _Session(0, ()), min(_length(rng, workload.prompt_tokens), workload.prompt_tokens_max)
 
 
 def _length(rng: random.Random, mean: int) -> int:
