@@ -4,7 +4,7 @@ Owns decode selection by predicted TBT and memory, and the three views of decode
 rejection distinguishes: as promised, as it is now, as it will be. Pure. Who calls it: the planner.
 """
 
-from bisect import bisect_right
+import bisect
 
 import numpy as np
 
@@ -47,9 +47,9 @@ def predicted_tbt_s(
     """
     flow, decode = snapshot.flow, snapshot.decode
     over_s = prefill_end_s - flow.decode_s
-    running = len(flow.decode_starts_s) - bisect_right(flow.decode_starts_s, over_s)
-    arrived = bisect_right(flow.prefill_ends_s, prefill_end_s)
-    arrived -= bisect_right(flow.prefill_ends_s, over_s)
+    running = len(flow.decode_starts_s) - bisect.bisect_right(flow.decode_starts_s, over_s)
+    arrived = bisect.bisect_right(flow.prefill_ends_s, prefill_end_s)
+    arrived -= bisect.bisect_right(flow.prefill_ends_s, over_s)
     tokens = int(decode.context_tokens.sum()) + int(decode.joining_tokens.sum()) + request.tokens
     requests = int(decode.running.sum()) + int(decode.joining.sum()) + 1
     workers = int(np.count_nonzero(decode.state != WorkerState.DEAD))

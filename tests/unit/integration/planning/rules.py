@@ -7,17 +7,29 @@ and fails by assertion.
 import math
 import random
 from collections.abc import Callable
-from dataclasses import asdict, fields, replace
-from functools import partial
+from dataclasses import fields, replace
 from typing import Final
 
 import numpy as np
 
-from kvpool.errors import UsageError
 from kvpool.integration.conductor.plan import Plan, Reason, Rejection
-from kvpool.integration.conductor.snapshot import Objectives, Snapshot, WorkerState
+from kvpool.integration.conductor.snapshot import Objectives, WorkerState
 from tests.unit.integration.planning import oracle
-from tests.unit.integration.planning.books import Books
+from tests.unit.integration.planning.own_rules import (
+    copies_when_it_is_cheaper,
+    long_prompts_wait_less,
+    our_own_is_never_later_at_no_price,
+    work_has_a_price,
+)
+from tests.unit.integration.planning.part_rules import (
+    costs_are_the_profile,
+    draws_evenly,
+    finds_every_prefix,
+    keeps_its_books,
+    numbers,
+    refuses_what_cannot_be,
+    starts_empty,
+)
 from tests.unit.integration.planning.scene import (
     ADMISSIONS,
     BLOCK_TOKENS,
@@ -25,15 +37,14 @@ from tests.unit.integration.planning.scene import (
     INF,
     NOW_S,
     POLICIES,
-    Decode,
-    Node,
-    Prefill,
     Scene,
     build,
     decide,
     draw_scene,
+    idle,
     look,
     planner_of,
+    two_nodes,
 )
 from tests.unit.integration.planning.subject import Subject
 
@@ -52,24 +63,6 @@ def same(one: object, other: object) -> bool:
         elif ours != theirs:
             return False
     return True
-
-
-def idle(workers: int, chance: random.Random, **options: object) -> Scene:
-    """Draw a scene with so many workers of each kind, all alike, idle and large."""
-    scene = draw_scene(chance, **options)
-    tokens = scene.request.tokens + scene.request.output_tokens
-    return scene.changed(
-        nodes=(Node(True, -1.0, -1.0, 2.0**35, ()),) * workers,
-        prefill=tuple(
-            Prefill(node, WorkerState.READY, -1.0, 0, 64, 10 * tokens) for node in range(workers)
-        ),
-        decode=tuple(
-            Decode(node, WorkerState.READY, 0, 0, 0, 0, 64, 100 * tokens, 100 * tokens)
-            for node in range(workers)
-        ),
-        prefill_ends_s=(),
-        decode_starts_s=(),
-    )
 
 
 def decides_as_the_algorithms_say(subject: Subject, chance: random.Random) -> None:
@@ -152,18 +145,6 @@ def spreads_ties(subject: Subject, chance: random.Random) -> None:
     assert counts.max() < 70, counts
 
 
-def draws_evenly(subject: Subject, chance: random.Random) -> None:
-    """A draw depends on seed and number alone, and neither leaves anybody out."""
-    count = chance.randint(2, 9)
-    for several in (
-        [subject.draw(5, number, count) for number in range(400)],
-        [subject.draw(seed, 5, count) for seed in range(400)],
-    ):
-        counts = np.bincount(several, minlength=count)
-        assert len(counts) == count
-        assert counts.min() > 400 / count / 2.5, counts
-
-
 def starves_nobody(subject: Subject, chance: random.Random) -> None:
     """What can be in time on an idle cluster is admitted there; and no worker is left idle."""
     scene = idle(3, chance)
@@ -218,23 +199,13 @@ def equal_inputs_give_equal_plans(subject: Subject, chance: random.Random) -> No
     scene = draw_scene(chance)
     cluster, planner = build(subject, scene), planner_of(subject, scene)
     snapshot = look(cluster, scene)
-    before = _numbers(snapshot)
+    before = numbers(snapshot)
     decided = planner.decide(snapshot, scene.request)
     other = draw_scene(chance)
     planner.decide(look(build(subject, other), other), other.request)
     assert planner.decide(snapshot, scene.request) == decided
     assert decide(subject, scene) == decided
-    assert _numbers(snapshot) == before
-
-
-def _numbers(snapshot: Snapshot) -> dict[str, object]:
-    columns: dict[str, object] = {}
-    for name in ("nodes", "prefill", "decode"):
-        for field in fields(getattr(snapshot, name)):
-            column = getattr(getattr(snapshot, name), field.name)
-            assert not column.flags.writeable
-            columns[f"{name}.{field.name}"] = column.tolist()
-    return {**columns, "flow": asdict(snapshot.flow), "objectives": snapshot.objectives}
+    assert numbers(snapshot) == before
 
 
 def copies_only_what_somebody_gives(subject: Subject, chance: random.Random) -> None:
@@ -303,6 +274,29 @@ def _rejects(decided: object, reason: Reason | None) -> None:
     assert (decided.reason if isinstance(decided, Rejection) else None) is reason
 
 
+def predicts_to_the_moment(subject: Subject, chance: random.Random) -> None:
+    """Early rejection by prediction counts who decodes at the moment when the prefill ends."""
+    scene = idle(1, chance, admission="predicted", policy="cache-aware").changed(profile=EXACT)
+    end_s = NOW_S + oracle.computing_s(scene, 0)
+    alone_s = oracle.cost(scene).decode_step_s(1, scene.request.tokens)
+    scene = scene.changed(objectives=Objectives(ttft_s=INF, tbt_s=alone_s))
+    soon_s, begun_s = 2.0**-20, end_s - scene.decode_s
+    for prefill_ends_s, decode_starts_s, counted in (
+        ((), (), False),
+        ((end_s,), (), True),
+        ((end_s + soon_s,), (), False),
+        ((begun_s,), (), False),
+        ((begun_s + soon_s,), (), True),
+        ((), (begun_s,), False),
+        ((), (begun_s + soon_s,), True),
+    ):
+        decided = decide(
+            subject,
+            scene.changed(prefill_ends_s=prefill_ends_s, decode_starts_s=decode_starts_s),
+        )
+        _rejects(decided, Reason.TBT if counted else None)
+
+
 def rechecks_after_prefill(subject: Subject, chance: random.Random) -> None:
     """The planned decode worker is refused if it died, or if the request would now miss TBT."""
     scene = draw_scene(chance, admission=chance.choice(ADMISSIONS))
@@ -321,55 +315,6 @@ def rechecks_after_prefill(subject: Subject, chance: random.Random) -> None:
             assert refused == Rejection(Reason.TBT, 1.0, tbt_s)
 
 
-def long_prompts_wait_less(subject: Subject, chance: random.Random) -> None:
-    """slack-aware: the longer a prompt computes, the shorter the queue that rejects it."""
-    scene = idle(1, chance, policy="slack-aware", admission="baseline", slack_exponent=2.0)
-    scene = scene.changed(profile=EXACT)
-    objective_s = 2 * oracle.computing_s(scene, 0)
-    scene = scene.changed(objectives=Objectives(ttft_s=objective_s, tbt_s=INF))
-    slack_s = objective_s * 0.25
-    for busy_s, admitted in ((slack_s, True), (slack_s + 2.0**-20, False)):
-        busy = scene.changed(prefill=(replace(scene.prefill[0], busy_s=busy_s),))
-        assert isinstance(decide(subject, busy), Plan) == admitted
-
-
-def work_has_a_price(subject: Subject, chance: random.Random) -> None:
-    """slack-aware waits for a worker where there is less to compute; at no price it does not."""
-    scene, blocks = two_nodes(chance, policy="slack-aware", admission="none", work_price=3.0)
-    held = replace(scene.nodes[0], held=tuple(range(blocks)), sends_s=1000.0)
-    saved_s = oracle.computing_s(scene, 0) - oracle.computing_s(
-        scene.changed(nodes=(held, scene.nodes[1])), blocks
-    )
-    busy = replace(scene.prefill[0], busy_s=3 * saved_s)
-    scene = scene.changed(nodes=(held, scene.nodes[1]), prefill=(busy, scene.prefill[1]))
-    for price, chosen in ((3.0, 0), (1.0, 1), (0.0, 1)):
-        decided = decide(subject, scene.changed(options=replace(scene.options, work_price=price)))
-        assert isinstance(decided, Plan)
-        assert (decided.prefill, decided.transfer) == (chosen, None)
-    for policy in ("cache-aware", "kvcache-centric"):
-        options = replace(scene.options, policy=policy, balancing_threshold=INF)
-        decided = decide(subject, scene.changed(options=options))
-        assert isinstance(decided, Plan)
-        assert decided.prefill == 1
-
-
-def copies_when_it_is_cheaper(subject: Subject, chance: random.Random) -> None:
-    """slack-aware copies when that costs less than computing, and computes when it is the same."""
-    price = chance.choice((0.0, 0.5, 3.0))
-    scene, blocks = two_nodes(chance, policy="slack-aware", admission="none", work_price=price)
-    scene = scene.changed(profile=EXACT)
-    gone = replace(scene.prefill[0], state=WorkerState.DRAINING)
-    saved_s = oracle.computing_s(scene, 0) - oracle.computing_s(scene, blocks)
-    held = replace(scene.nodes[0], held=tuple(range(blocks)))
-    scene = scene.changed(nodes=(held, scene.nodes[1]), prefill=(gone, scene.prefill[1]))
-    moving_s = oracle.copying_s(scene, scene.prefill[1], 0, blocks)
-    for sooner_s, copies in ((0.0, False), (2.0**-20, True)):
-        busy = replace(held, sends_s=(1 + price) * saved_s - moving_s - sooner_s)
-        decided = decide(subject, scene.changed(nodes=(busy, scene.nodes[1])))
-        assert isinstance(decided, Plan)
-        assert (decided.transfer is not None) == copies
-
-
 def threshold_is_a_ratio(subject: Subject, chance: random.Random) -> None:
     """kvcache-centric copies when the longest match is more than threshold times the worker's."""
     scene, blocks = two_nodes(chance, policy="kvcache-centric", admission="none")
@@ -383,17 +328,16 @@ def threshold_is_a_ratio(subject: Subject, chance: random.Random) -> None:
     ):
         nodes = (
             replace(scene.nodes[0], held=tuple(range(blocks))),
-            replace(scene.nodes[1], held=tuple(range(held))),
+            replace(scene.nodes[1], held=tuple(range(held)), link_bytes_per_s=2.0**33),
         )
         options = replace(scene.options, balancing_threshold=threshold)
-        decided = decide(
-            subject,
-            scene.changed(nodes=nodes, prefill=(gone, scene.prefill[1]), options=options),
-        )
+        given = scene.changed(nodes=nodes, prefill=(gone, scene.prefill[1]), options=options)
+        decided = decide(subject, given)
         assert isinstance(decided, Plan)
         moved = decided.transfer.block_count if decided.transfer else 0
         assert moved == (blocks - held if copies else 0)
-        assert math.isclose(decided.transfer_s, oracle.copying_s(scene, scene.prefill[1], 0, moved))
+        due_s = oracle.copying_s(given, given.prefill[1], 0, moved)
+        assert math.isclose(decided.transfer_s, due_s)
 
 
 def copies_from_the_idlest(subject: Subject, chance: random.Random) -> None:
@@ -418,220 +362,15 @@ def copies_from_the_idlest(subject: Subject, chance: random.Random) -> None:
     ):
         nodes = [scene.nodes[0]]
         nodes += [replace(nodes[0], held=request.chain, sends_s=busy_s) for busy_s in sends_s]
+        given = scene.changed(nodes=tuple(nodes), options=options)
+        planner, snapshot = planner_of(subject, given), look(build(subject, given), given)
         found = set()
-        for number in range(20):
-            decided = decide(
-                subject,
-                scene.changed(
-                    nodes=tuple(nodes), request=replace(request, number=number), options=options
-                ),
-            )
+        for number in range(12):
+            decided = planner.decide(snapshot, replace(request, number=number))
             assert isinstance(decided, Plan)
             assert decided.transfer is not None
             found.add(decided.transfer.source)
         assert found == holders
-
-
-def two_nodes(chance: random.Random, **options: object) -> tuple[Scene, int]:
-    """Draw two idle nodes with large workers, and a request of an even number of blocks."""
-    scene, blocks = idle(2, chance, **options), 2 * chance.randint(4, 8)
-    request = replace(scene.request, tokens=blocks * BLOCK_TOKENS - 1, chain=tuple(range(blocks)))
-    return scene.changed(
-        request=request,
-        objectives=Objectives(ttft_s=INF, tbt_s=INF),
-        prefill=tuple(replace(worker, tokens_max=10**6) for worker in scene.prefill),
-        decode=tuple(replace(worker, free_tokens=10**6) for worker in scene.decode),
-    ), blocks
-
-
-def our_own_is_never_later_at_no_price(subject: Subject, chance: random.Random) -> None:
-    """slack-aware without a price on work predicts a TTFT no later than the papers' algorithm."""
-    scene = draw_scene(chance, admission="none", work_price=0.0, slack_exponent=1.0)
-    ours = decide(subject, scene.changed(options=replace(scene.options, policy="slack-aware")))
-    papers = decide(
-        subject, scene.changed(options=replace(scene.options, policy="kvcache-centric"))
-    )
-    if isinstance(ours, Plan) and isinstance(papers, Plan):
-        assert ours.ttft_s <= papers.ttft_s + 1e-9
-
-
-def costs_are_the_profile(subject: Subject, chance: random.Random) -> None:
-    """Predicted times are the formulas of the profile, for numbers and for columns alike."""
-    profile = draw_scene(chance).profile
-    cost = subject.ProfiledCost(profile)
-    tokens, cached = chance.randint(1, 100_000), chance.randint(0, 100_000)
-    fit = profile.prefill
-    due_s = (
-        fit.base_s
-        + fit.token_s * (tokens - cached)
-        + fit.attention_s * (tokens * tokens - cached * cached)
-    )
-    assert math.isclose(cost.prefill_s(tokens, cached), due_s, rel_tol=1e-9)
-    column = cost.prefill_s(tokens, np.array([cached, tokens]))
-    assert np.allclose(column, [due_s, fit.base_s], rtol=1e-9)
-    running, context = chance.randint(1, 200), chance.randint(0, 1_000_000)
-    step = profile.decode
-    due_s = step.base_s + step.request_s * running + step.token_s * context
-    assert math.isclose(cost.decode_step_s(running, context), due_s, rel_tol=1e-9)
-    link = chance.uniform(1e8, 1e11)
-    due_s = profile.transfer.base_s + tokens * profile.kv_bytes_per_token / link
-    assert math.isclose(cost.transfer_s(tokens, link), due_s, rel_tol=1e-9)
-    assert cost.transfer_s(0, link) == 0
-    column = cost.transfer_s(np.array([tokens, 0, 1]), np.array([link, link, link]))
-    one_s = profile.transfer.base_s + profile.kv_bytes_per_token / link
-    assert np.allclose(column, [due_s, 0, one_s], rtol=1e-9)
-    assert cost.kv_bytes_per_token == profile.kv_bytes_per_token
-
-
-def finds_every_prefix(subject: Subject, chance: random.Random) -> None:
-    """The index counts, for each node, the leading blocks that were added and not removed."""
-    nodes = chance.choice((1, 2, 9, 40))
-    length = chance.choice((0, 1, 5, 255, 256, 257, 258, 513, 600))
-    index, held = subject.BlockIndex(1), [set[int]() for _ in range(nodes)]
-    index.grow(nodes)
-    for node in range(nodes):
-        added = range(chance.choice((0, 1, length // 2, length, length)))
-        index.add(node, added)
-        index.add(node, added[:2])
-        held[node].update(added)
-        gone = [chance.randrange(length + 1)] if chance.random() < 0.4 else []
-        index.remove(node, gone)
-        index.remove(node, gone)
-        held[node].difference_update(gone)
-    if chance.random() < 0.3:
-        cleared = chance.randrange(nodes)
-        index.clear(cleared)
-        held[cleared].clear()
-    chain = [*range(length), -1]
-    matched = index.match(chain)
-    assert matched.tolist() == [
-        next(at for at, block in enumerate(chain) if block not in one) for one in held
-    ]
-    assert index.match([]).tolist() == [0] * nodes
-    assert index.node_count == nodes
-    assert len(index) == len(set().union(*held))
-    for node in range(nodes):
-        for block in {0, 1, chance.randint(0, length)}:
-            assert index.holds(node, block) == (block in held[node])
-    for node, blocks in enumerate(held):
-        index.remove(node, blocks)
-    assert len(index) == 0
-
-
-def keeps_its_books(subject: Subject, chance: random.Random) -> None:
-    """Whatever happens to requests, the columns are the sums over those that are under way."""
-    scene = idle(3, chance, admission="none", policy="slack-aware")
-    scene = scene.changed(nodes=(replace(scene.nodes[0], held=scene.request.chain),) * 3)
-    cluster, planner = build(subject, scene), planner_of(subject, scene)
-    cluster.caches.clear(1)
-    cluster.caches.clear(2)
-    books, now_s = Books(cluster, scene.decode_s), NOW_S
-    for number in range(30):
-        now_s += chance.choice((0.0, 0.05, 0.5))
-        request = replace(scene.request, number=number)
-        decided = planner.decide(cluster.snapshot(now_s), request)
-        assert isinstance(decided, Plan)
-        books.commit(now_s, request, decided)
-        for _ in range(chance.randint(0, 3)):
-            now_s += chance.choice((0.0, 0.1))
-            books.event(chance, now_s)
-        books.check(cluster.snapshot(now_s))
-    while books.under_way:
-        books.event(chance, now_s)
-        books.check(cluster.snapshot(now_s))
-    assert (cluster.decode.free_tokens == cluster.decode.tokens_max).all()
-    assert not cluster.prefill.queued.any()
-
-
-def starts_empty(subject: Subject, chance: random.Random) -> None:
-    """A new node's store and links, and a new worker, are empty, idle and ready at any moment."""
-    cluster = subject.Cluster(
-        objectives=Objectives(ttft_s=1.0, tbt_s=1.0), block_tokens=512, decode_s=1.0
-    )
-    planner = planner_of(subject, draw_scene(chance))
-    request = draw_scene(chance).request
-    assert cluster.caches.node_count == 0
-    assert planner.decide(cluster.snapshot(0.0), request) == Rejection(Reason.NO_WORKER, INF, INF)
-    assert cluster.add_node(link_bytes_per_s=3.0) == 0
-    assert cluster.add_prefill_worker(0, queued_max=4, tokens_max=5) == 0
-    assert cluster.add_decode_worker(0, running_max=6, tokens_max=7) == 0
-    shown = cluster.snapshot(0.0)
-    rows = {
-        field.name: getattr(columns, field.name).tolist()
-        for columns in (shown.nodes, shown.prefill, shown.decode)
-        for field in fields(columns)
-        if field.name not in ("node", "state", "tokens_max")
-    }
-    assert rows == {
-        "alive": [True],
-        "send_free_at_s": [0.0],
-        "receive_free_at_s": [0.0],
-        "link_bytes_per_s": [3.0],
-        "free_at_s": [0.0],
-        "queued": [0],
-        "queued_max": [4],
-        "running": [0],
-        "context_tokens": [0],
-        "joining": [0],
-        "joining_tokens": [0],
-        "running_max": [6],
-        "free_tokens": [7],
-    }
-    assert shown.prefill.tokens_max.tolist() == [5]
-    assert shown.decode.tokens_max.tolist() == [7]
-    assert shown.prefill.state.tolist() == shown.decode.state.tolist() == [WorkerState.READY]
-    cluster.caches.add(0, [1])
-    cluster.lose_node(0)
-    assert not cluster.nodes.alive[0]
-    assert not cluster.caches.holds(0, 1)
-
-
-def refuses_what_cannot_be(subject: Subject, chance: random.Random) -> None:
-    """Events that cannot follow are refused and change nothing; so are settings out of range."""
-    scene = idle(1, chance, admission="none")
-    cluster, planner = build(subject, scene), planner_of(subject, scene)
-    plan = planner.decide(cluster.snapshot(NOW_S), scene.request)
-    assert isinstance(plan, Plan)
-    number = scene.request.number
-    events: dict[str, Callable[[], object]] = {
-        "commit": lambda: cluster.commit(NOW_S, scene.request, plan),
-        "prefill_done": lambda: cluster.prefill_done(number, NOW_S),
-        "joined": lambda: cluster.joined(number, NOW_S),
-        "left": lambda: cluster.left(number, NOW_S, 0),
-        "cancel": lambda: cluster.cancel(number, NOW_S),
-    }
-    for allowed in (
-        {"commit"},
-        {"prefill_done", "cancel"},
-        {"joined", "cancel"},
-        {"left"},
-    ):
-        before = _numbers(cluster.snapshot(NOW_S))
-        for name in set(events) - allowed:
-            assert _refuses(events[name]), name
-        assert _numbers(cluster.snapshot(NOW_S)) == before
-        events[min(allowed, key=list(events).index)]()
-    for wrong in (
-        {"policy": "best"},
-        {"admission": "late"},
-        {"balancing_threshold": 0.999},
-        {"balancing_threshold": math.nan},
-        {"work_price": -0.001},
-        {"slack_exponent": 0.999},
-    ):
-        assert _refuses(partial(replace, subject.PlannerOptions(), **wrong)), wrong
-    subject.PlannerOptions(balancing_threshold=1.0, work_price=0.0, slack_exponent=1.0)
-    for node in (-1, 1):
-        assert _refuses(partial(cluster.add_prefill_worker, node, queued_max=1, tokens_max=1))
-        assert _refuses(partial(cluster.add_decode_worker, node, running_max=1, tokens_max=1))
-
-
-def _refuses(call: Callable[[], object]) -> bool:
-    try:
-        call()
-    except UsageError as error:
-        return bool(str(error))
-    return False
 
 
 RULES: Final[tuple[Rule, ...]] = (
@@ -641,6 +380,7 @@ RULES: Final[tuple[Rule, ...]] = (
     costs_are_the_profile,
     draws_evenly,
     rechecks_after_prefill,
+    predicts_to_the_moment,
     meets_objectives_to_the_letter,
     stays_within_memory_and_queues,
     takes_only_workers_that_are_ready,

@@ -239,3 +239,33 @@ def planner_of(subject: Subject, scene: Scene) -> Planner:
 def decide(subject: Subject, scene: Scene) -> Decision:
     """Build the scene and decide."""
     return planner_of(subject, scene).decide(look(build(subject, scene), scene), scene.request)
+
+
+def idle(workers: int, chance: random.Random, **options: object) -> Scene:
+    """Draw a scene with so many workers of each kind, all alike, idle and large."""
+    scene = draw_scene(chance, **options)
+    tokens = scene.request.tokens + scene.request.output_tokens
+    return scene.changed(
+        nodes=(Node(True, -1.0, -1.0, 2.0**35, ()),) * workers,
+        prefill=tuple(
+            Prefill(node, WorkerState.READY, -1.0, 0, 64, 10 * tokens) for node in range(workers)
+        ),
+        decode=tuple(
+            Decode(node, WorkerState.READY, 0, 0, 0, 0, 64, 100 * tokens, 100 * tokens)
+            for node in range(workers)
+        ),
+        prefill_ends_s=(),
+        decode_starts_s=(),
+    )
+
+
+def two_nodes(chance: random.Random, **options: object) -> tuple[Scene, int]:
+    """Draw two idle nodes with large workers, and a request of an even number of blocks."""
+    scene, blocks = idle(2, chance, **options), 2 * chance.randint(4, 8)
+    request = replace(scene.request, tokens=blocks * BLOCK_TOKENS - 1, chain=tuple(range(blocks)))
+    return scene.changed(
+        request=request,
+        objectives=Objectives(ttft_s=INF, tbt_s=INF),
+        prefill=tuple(replace(worker, tokens_max=10**6) for worker in scene.prefill),
+        decode=tuple(replace(worker, free_tokens=10**6) for worker in scene.decode),
+    ), blocks
