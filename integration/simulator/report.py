@@ -17,7 +17,7 @@ from matplotlib.figure import Figure as Canvas
 from kvpool.errors import UsageError
 from kvpool.integration.simulator.figure import Chart, Figure, shown
 
-PAGE: Final = "report.html"
+REPORT: Final = "report.html"
 _STYLE: Final = """
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em;
        color: #222; background: #fff }
@@ -45,19 +45,19 @@ def write_figure(figure: Figure, folder: Path) -> bytes:
     return picture
 
 
-def write_page(
+def write_report(
     figures: Sequence[Figure], pictures: Sequence[bytes], facts: Sequence[str], folder: Path
 ) -> Path:
     """Write the page of all figures; return its path. Raises UsageError as ``write_figure``."""
-    path = folder / PAGE
+    path = folder / REPORT
     try:
-        path.write_text(page(figures, pictures, facts), encoding="utf-8")
+        path.write_text(rendered(figures, pictures, facts), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}", path=path) from error
     return path
 
 
-def page(figures: Sequence[Figure], pictures: Sequence[bytes], facts: Sequence[str]) -> str:
+def rendered(figures: Sequence[Figure], pictures: Sequence[bytes], facts: Sequence[str]) -> str:
     """Return the page. It loads nothing: the pictures, one a figure, are inside."""
     parts = [
         "<!doctype html>\n<html lang='en'>\n<head><meta charset='utf-8' /><title>kvpool simulate</title>",

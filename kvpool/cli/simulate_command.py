@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
             known = ", ".join([*FIGURES, _RUN])
             raise UsageError(f"no figure is named {arguments.figure!r}: there are {known}")
         made, pictures = _figures(arguments, names, progress)
-    path = report.write_page(made, pictures, _facts(arguments), arguments.out)
+    path = report.write_report(made, pictures, _facts(arguments), arguments.out)
     print(f"{path}  ({time.monotonic() - began:.0f} s)")
     return 0
 
