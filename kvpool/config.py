@@ -60,16 +60,63 @@ def _require_port(port: int, key: str) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SsdConfig:
+    """The SSD tier under a pool's DRAM.
+
+    Attributes:
+        folder: Of this pool alone, on a local file system; it outlives the pool.
+        capacity_bytes: Room that is taken there at once, and never exceeded.
+        flush_bytes_s: Bytes a second that are written in the background, on average; 0: no limit.
+        flush_timeout_s: Longest time of one write, in the background or to be durable.
+        backlog_bytes_max: Blocks in DRAM that wait to be written; the oldest are let go beyond it.
+        durable_bytes_max: Blocks that may wait to be durable at once; more are refused.
+        promote_timeout_s: Longest time that ``lease`` takes to bring blocks up, unless its caller
+            says how long it would take to compute them.
+        high_share, low_share: Watermarks of the DRAM tier, as shares of its room: above the first,
+            blocks that are on the SSD are evicted from DRAM in the background until the second.
+    """
+
+    folder: Path
+    capacity_bytes: int
+    flush_bytes_s: int = 0
+    flush_timeout_s: float = 10.0
+    backlog_bytes_max: int = 1 << 30
+    durable_bytes_max: int = 1 << 30
+    promote_timeout_s: float = 1.0
+    high_share: float = 0.98
+    low_share: float = 0.95
+
+    def __post_init__(self) -> None:
+        _require_positive(self, "pool.ssd", "capacity_bytes", "flush_timeout_s")
+        _require_positive(self, "pool.ssd", "backlog_bytes_max", "durable_bytes_max")
+        _require_positive(self, "pool.ssd", "promote_timeout_s", "low_share")
+        _require(
+            self.flush_bytes_s >= 0,
+            "pool.ssd.flush_bytes_s",
+            self.flush_bytes_s,
+            "it must be 0 (no limit) or more",
+        )
+        _require(
+            self.low_share <= self.high_share <= 1,
+            "pool.ssd.high_share",
+            self.high_share,
+            f"it must be at least low_share ({self.low_share}) and at most 1",
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PoolConfig:
     """What a pool keeps, and for how long it promises anything.
 
     Attributes:
         dram_bytes: Size of the DRAM tier's arena, taken and touched when the layout is known.
+        ssd: The SSD tier below it; None means none.
         lease_seconds_max: Longest lease that is granted.
         lease_bytes_max: Bytes that one client may hold leased at once.
     """
 
     dram_bytes: int = 1 << 30
+    ssd: SsdConfig | None = None
     lease_seconds_max: float = 300.0
     lease_bytes_max: int = 8 << 30
 

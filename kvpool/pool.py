@@ -1,4 +1,4 @@
-"""The embedded pool: match, lease, load and store over one tier of this process.
+"""The embedded pool: match, lease, load and store over the tiers of this process.
 
 Owns the order of every operation; composes the wings and holds no bytes itself. Who calls it: engines,
 and a server that serves its blocks to other processes.
@@ -6,6 +6,7 @@ and a server that serves its blocks to other processes.
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Final, Self
 
 import numpy as np
@@ -21,15 +22,15 @@ from kvpool.block import (
     new_incarnation,
 )
 from kvpool.clock import Clock, SystemClock
-from kvpool.completion import Completion, CompletionSource
-from kvpool.config import PoolConfig
+from kvpool.completion import Completion, CompletionSource, Deadline
+from kvpool.config import PoolConfig, SsdConfig
 from kvpool.errors import (
-    CapacityError,
     ClosedError,
     ConfigError,
     CorruptionError,
     LayoutMismatchError,
     LeaseExpiredError,
+    UnavailableError,
     UsageError,
 )
 from kvpool.events import EventSink
@@ -41,7 +42,9 @@ from kvpool.operations import Look, Operations
 from kvpool.reservation import Reservation
 from kvpool.tiers.base import Tier
 from kvpool.tiers.dram import DramTier
+from kvpool.tiers.flusher import FlushLimits
 from kvpool.tiers.lease import LeaseId
+from kvpool.tiers.stack import StackTier
 
 # Bytes copied between two looks at deadline and cancel, and between two words of layers that are
 # ready: 1 to 4 ms, of which the call from Python is some 1 %.
@@ -52,6 +55,8 @@ OPERATIONS_MAX: Final = 1024
 _PAGE_BYTES: Final = 4096
 # Longest wait of ``close`` for copies under way.
 _CLOSE_TIMEOUT_S: Final = 4.0
+# Longest wait for a disk in what has no deadline of its own, which is closing it.
+_SSD_TIMEOUT_S: Final = 3.0
 # The client name of leases that this process takes for itself.
 _LOCAL: Final = b""
 
@@ -99,6 +104,8 @@ class Pool(BlockPool):
         self.layout = tier.layout
         self.tier = tier
         self.leases = PoolLeases(tier, config or PoolConfig(), clock or SystemClock())
+        ssd = config.ssd if config is not None else None
+        self._promote_timeout_s = ssd.promote_timeout_s if ssd is not None else 0.0
         self._operations = Operations(copy_threads, OPERATIONS_MAX)
         self._process = os.getpid()
         self._crew = Crew(copy_threads)
@@ -117,9 +124,14 @@ class Pool(BlockPool):
     ) -> Self:
         """Make a pool over a DRAM tier of ``config.dram_bytes``, taken and touched at once.
 
+        With ``config.ssd`` there is an SSD tier below it, and what it holds is found at once.
+
         Raises:
-            ConfigError: ``dram_bytes`` does not hold one block.
-            CapacityError: The machine does not give that much shared memory.
+            ConfigError: ``dram_bytes`` or the SSD's capacity does not hold one block, or the SSD
+                tier's folder was made with another size or layout.
+            CapacityError: The machine does not give that much shared memory, or room on the disk.
+            UnavailableError: Another process has the SSD tier's folder, or the disk failed.
+            FormatVersionError, CorruptionError: The folder cannot be read by this version, or at all.
         """
         config = config or PoolConfig()
         slot_bytes = -(-layout.block_bytes // _PAGE_BYTES) * _PAGE_BYTES
@@ -131,7 +143,14 @@ class Pool(BlockPool):
                 size_bytes=slot_bytes,
             )
         arena = Arena(layout, slot_count, incarnation or new_incarnation())
-        tier = DramTier(arena, PrefixIndex(slot_count), clock=clock, events=events)
+        dram = DramTier(arena, PrefixIndex(slot_count), clock=clock, events=events)
+        tier: Tier = dram
+        if config.ssd is not None:
+            try:
+                tier = _stacked(dram, config.ssd, events)
+            except BaseException:
+                dram.close()
+                raise
         return cls(tier, config, clock=clock, copy_threads=copy_threads)
 
     def chain(self, namespace: Namespace, tokens: Tokens) -> Chain:
@@ -147,13 +166,24 @@ class Pool(BlockPool):
         self._require_usable()
         return self.tier.match(hashes)
 
-    def lease(self, match: Match, seconds: float) -> PoolLease:
-        """Pin the matched blocks that are still here. See ``BlockPool``."""
+    def lease(self, match: Match, seconds: float, *, recompute_s: float | None = None) -> PoolLease:
+        """Pin the matched blocks that are still here. See ``BlockPool``.
+
+        Blocks that are on a slower tier alone are brought up first, within ``recompute_s``: seconds
+        that it would take to compute all of them. What would come later is left out of the lease.
+        None means the configuration's ``promote_timeout_s``.
+        """
         self._require_usable()
         wanted = match.chain.hashes[: match.blocks * HASH_BYTES]
+        self.promote(wanted, recompute_s)
         lease_id, slots = self.leases.grant(_LOCAL, wanted, seconds)
         self.leases.count_missing(len(match.chain) - match.blocks)
         return PoolLease(self, lease_id, Match(match.chain, len(slots)), seconds)
+
+    def promote(self, hashes: bytes, recompute_s: float | None = None) -> None:
+        """Bring leading blocks up to where a lease can pin them, as ``lease`` does. May wait."""
+        wait_s = self._promote_timeout_s if recompute_s is None else recompute_s
+        self.tier.promote(hashes, wait_s=wait_s)
 
     def load(
         self, lease: Lease, dest: BlockView, *, first: int = 0, deadline_s: float
@@ -196,23 +226,32 @@ class Pool(BlockPool):
         self._require_usable()
         source.layout.require_equal(self.layout)
         require_within(first, len(source), len(chain), "a chain")
-        if durability != "dram":
-            raise CapacityError(f"this pool has no {durability} tier: store with 'dram'")
         hashes = chain.hashes[first * HASH_BYTES : (first + len(source)) * HASH_BYTES]
         parent = chain.parent(first) if len(source) else None
         end: CompletionSource[StoreResult] = CompletionSource()
-        self._operations.enter()
-        look = self._operations.look(end, deadline_s)
+        room = ExitStack()
+        if durability == "ssd":
+            room.enter_context(self.tier.durable_room(len(source) * self.layout.block_bytes))
+        try:
+            self._operations.enter()
+        except BaseException:
+            room.close()
+            raise
+        deadline, look = Deadline(deadline_s), self._operations.look(end, deadline_s)
 
         def work() -> StoreResult:
-            look()
-            reservation = self._reserve(hashes, parent)
-            try:
-                begin, view = reservation.begin, reservation.view
-                crcs = self._copy_in(view, source.take(begin, begin + len(view)), look)
-                return reservation.finish(crcs)
-            finally:
-                reservation.settle()
+            with room:
+                look()
+                reservation = self._reserve(hashes, parent)
+                try:
+                    begin, view = reservation.begin, reservation.view
+                    crcs = self._copy_in(view, source.take(begin, begin + len(view)), look)
+                    result = reservation.finish(crcs)
+                finally:
+                    reservation.settle()
+                if durability == "ssd":
+                    return self._keep(chain.hashes, first, result, deadline)
+                return result
 
         return self._operations.run(end, work)
 
@@ -249,6 +288,21 @@ class Pool(BlockPool):
             raise ClosedError("the pool is closed")
         if os.getpid() != self._process:
             raise UsageError("this pool is its parent process's: open one after the fork")
+
+    def _keep(
+        self, hashes: bytes, first: int, result: StoreResult, deadline: Deadline
+    ) -> StoreResult:
+        """Make durable what was stored, with its ancestors; say how much of it is."""
+        refused = result.refused
+        chain = hashes[: (first + result.stored) * HASH_BYTES]
+        try:
+            durable = self.tier.make_durable(chain, deadline_s=deadline.remaining_s())
+        except UnavailableError as error:
+            durable, refused = 0, str(error)
+        stored = max(0, durable - first)
+        if stored < result.stored and not refused:
+            refused = "a block, or one above it, is in no tier any more: store the whole chain"
+        return StoreResult(stored, min(result.new, stored), refused)
 
     def _reserve(self, hashes: bytes, parent: BlockHash | None) -> Reservation:
         self.leases.expire()
@@ -302,6 +356,32 @@ class Pool(BlockPool):
             )
         look()
         return np.concatenate(copied)
+
+
+def _stacked(dram: DramTier, config: SsdConfig, events: EventSink | None) -> StackTier:
+    """Open the SSD tier and put DRAM on top of it."""
+    # Imported here: `import kvpool` does not load LMDB.
+    from kvpool.tiers.ssd import WRITE_BYTES, SsdTier
+
+    layout = dram.layout
+    slot_count = SsdTier.slots_in(layout, config.capacity_bytes)
+    if slot_count == 0:
+        raise ConfigError(
+            f"pool.ssd.capacity_bytes is {config.capacity_bytes}: a block needs "
+            f"{layout.block_bytes} and its header",
+            key="pool.ssd.capacity_bytes",
+        )
+    dram_bytes = dram.arena.slot_count * layout.block_bytes
+    limits = FlushLimits(
+        bytes_s=config.flush_bytes_s,
+        batch_bytes=WRITE_BYTES,
+        timeout_s=config.flush_timeout_s,
+        backlog_bytes_max=config.backlog_bytes_max,
+        high_bytes=int(config.high_share * dram_bytes),
+        low_bytes=int(config.low_share * dram_bytes),
+    )
+    ssd = SsdTier(config.folder, layout, slot_count, timeout_s=_SSD_TIMEOUT_S, events=events)
+    return StackTier(dram, ssd, limits, durable_bytes_max=config.durable_bytes_max)
 
 
 def batches(layout: BlockLayout, count: int) -> Iterator[tuple[range, range]]:

@@ -7,6 +7,7 @@ to another process. Every implementation and wrapper passes ``kvpool.testing.tie
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -137,6 +138,41 @@ class Tier(ABC):
 
         Each pin is given back with ``unpin``. Fewer slots than keys is a miss, not an error.
         """
+
+    def promote(self, keys: bytes, *, wait_s: float) -> int:
+        """Bring leading blocks to where ``pin`` finds them; how many leading ones are there then.
+
+        Only a tier made of several does anything, and may then wait for a device for ``wait_s``. What
+        is expected to come later than that is left where it is; what came by then is kept.
+
+        Raises:
+            ClosedError: The tier is closed.
+        """
+        return self.match(keys)
+
+    def durable_room(self, size_bytes: int) -> AbstractContextManager[None]:
+        """Count bytes that ``make_durable`` is about to be asked for, while the context is open.
+
+        Raises:
+            CapacityError: Nothing here is durable, or too much is under way. Nothing was counted.
+        """
+        raise CapacityError(
+            "this pool has no ssd tier: store with 'dram', or open it with one",
+            tier=self.name,
+            size_bytes=size_bytes,
+        )
+
+    def make_durable(self, keys: bytes, *, deadline_s: float) -> int:
+        """Have blocks of a chain, from its first, on a device; how many leading ones are by then.
+
+        Those outlive this process and machine, with all their ancestors, until they are evicted.
+
+        Raises:
+            UnavailableError: The device failed. Those it has had before stay.
+            CorruptionError: A block is not what its checksums say.
+            ClosedError: The tier is closed.
+        """
+        return 0
 
     @abstractmethod
     def unpin(self, slots: Sequence[Slot]) -> None:

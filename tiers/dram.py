@@ -184,6 +184,20 @@ class DramTier(Tier):
             self._misses += len(keys) // HASH_BYTES - len(slots)
             return slots
 
+    def hold(self, keys: bytes) -> Slots:
+        """Pin the leading blocks that are here, for work behind the scenes: not a use, not counted.
+
+        ``unpin`` gives them back. Raises ClosedError.
+        """
+        with self._lock:
+            self._require_open()
+            indices = self._index.numbers(keys)
+            slots = Slots(indices.astype(np.uint32), self._lives[indices])
+            self.arena.pin(slots)
+            for name in self._names(slots):
+                self._policy.pin(name)
+            return slots
+
     def unpin(self, slots: Sequence[Slot]) -> None:
         """Give pins back. See ``Tier``."""
         with self._lock:

@@ -22,7 +22,7 @@ from kvpool._native import lib
 from kvpool.client import protocol
 from kvpool.client.rpc import Service
 from kvpool.clock import SystemClock
-from kvpool.config import PoolConfig, ServerConfig, parse_size
+from kvpool.config import PoolConfig, ServerConfig, SsdConfig, parse_size
 from kvpool.errors import ConfigError, KVPoolError
 from kvpool.events import Event, EventSink, LogSink, TraceSink
 from kvpool.metrics import Metrics
@@ -64,6 +64,15 @@ def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--dram", default="1GiB", help="size of the arena (default: %(default)s)")
     parser.add_argument(
+        "--ssd",
+        type=Path,
+        metavar="DIR",
+        help="keep blocks on a disk, too: a folder of its own there",
+    )
+    parser.add_argument(
+        "--ssd-bytes", default="", metavar="SIZE", help="room that is taken in it, such as 100GiB"
+    )
+    parser.add_argument(
         "--transport",
         choices=TRANSPORT_KINDS,
         default="host",
@@ -98,7 +107,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         with RunDir(arguments.run_dir) as run_dir:
             config = ServerConfig(
                 run_dir=run_dir.path,
-                pool=PoolConfig(dram_bytes=parse_size(arguments.dram, key="--dram")),
+                pool=PoolConfig(
+                    dram_bytes=parse_size(arguments.dram, key="--dram"), ssd=_ssd(arguments)
+                ),
                 metrics_port=arguments.metrics_port,
             )
             asyncio.run(_serve(config, run_dir, arguments.trace, arguments.transport))
@@ -106,6 +117,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kvpool-server: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def _ssd(arguments: argparse.Namespace) -> SsdConfig | None:
+    if (arguments.ssd is None) != (not arguments.ssd_bytes):
+        raise ConfigError("--ssd DIR and --ssd-bytes SIZE go together", key="--ssd")
+    if arguments.ssd is None:
+        return None
+    size = parse_size(arguments.ssd_bytes, key="--ssd-bytes")
+    return SsdConfig(folder=arguments.ssd, capacity_bytes=size)
 
 
 async def _serve(

@@ -37,6 +37,7 @@ from kvpool.reservation import Reservation
 from kvpool.server.sessions import Session, Sessions
 from kvpool.tiers.dram import DramTier
 from kvpool.tiers.lease import LeaseId
+from kvpool.tiers.stack import StackTier
 from kvpool.transfer.base import RemoteSlots, Transport
 
 logger = logging.getLogger(__name__)
@@ -195,7 +196,7 @@ class PoolService:
             )
 
         pool = await asyncio.get_running_loop().run_in_executor(self._executor, opened)
-        assert isinstance(pool.tier, DramTier)
+        assert isinstance(pool.tier, DramTier | StackTier)
         self._region = self._transport.register(pool.tier.arena).region
         logger.info("opened %d slots of %s", pool.tier.arena.slot_count, layout)
         return pool
@@ -210,6 +211,9 @@ class PoolService:
 
     async def _lease(self, request: protocol.LeaseRequest) -> protocol.LeaseReply:
         session, pool = self.sessions.get(request.client), self._pool()
+        if isinstance(pool.tier, StackTier):  # it may wait for the disk, which this loop must not
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._executor, pool.promote, request.hashes)
         lease, slots = pool.leases.grant(session.client, request.hashes, request.seconds)
         pool.leases.count_missing(max(0, request.missing))
         return protocol.LeaseReply(
