@@ -5,7 +5,7 @@ hint, as everywhere in kvpool. Who calls it: `cluster.py` writes, the planner ma
 """
 
 from collections.abc import Hashable, Iterable, Sequence
-from itertools import accumulate, islice, repeat, takewhile
+from itertools import accumulate, islice, repeat
 from operator import and_
 from typing import Final
 
@@ -13,9 +13,10 @@ import numpy as np
 
 from kvpool.integration.conductor.snapshot import Ints
 
-# Hashes looked at before asking whether any node still matches. The loop inside runs in C, so a
-# run may be long; it is short enough that a prompt nobody holds costs a few microseconds.
-_RUN: Final = 256
+# Hashes looked at before asking whether any node still matches, and how that grows. The loop inside
+# runs in C, so that looking at some too many costs less than asking after each.
+_RUN: Final = 64
+_RUN_GROWTH: Final = 4
 # Setting that many positions one by one costs as much as spreading all bits with numpy.
 _FEW: Final = 8
 
@@ -91,10 +92,10 @@ class BlockIndex:
         """
         matched = np.zeros(self._node_count, dtype=np.int64)
         masks = map(self._masks.get, chain, repeat(0))
-        held = next(masks, 0)
+        held, size = next(masks, 0), _RUN
         done = 1  # blocks that every node in `held` has
         while held:
-            run = list(takewhile(bool, accumulate(islice(masks, _RUN), and_, initial=held)))
+            run = list(accumulate(islice(masks, size), and_, initial=held))
             # `run` only loses bits, so as numbers it never grows: find each loss by bisection.
             at, last = 0, len(run) - 1
             while run[last] != held:
@@ -102,9 +103,10 @@ class BlockIndex:
                 self._write(matched, held & ~run[at], done + at - 1)
                 held = run[at]
             done += last
-            if last < _RUN:  # the chain ends here, or the last holder's prefix does
+            if last < size:  # the chain ends here
                 self._write(matched, held, done)
                 break
+            size *= _RUN_GROWTH
         return matched
 
     def _write(self, matched: Ints, mask: int, count: int) -> None:

@@ -40,6 +40,8 @@ EQUIVALENT = {
     # Both ways to spread a mask do the same; one is quicker for few bits.
     ("_write", "not mask.bit_count() <= _FEW"),
     ("_write", "mask.bit_count() < _FEW"),
+    # Runs that grow more slowly find the same.
+    ("match", "size += _RUN_GROWTH"),
     # More bytes than a mask needs are zeros, and are cut off.
     ("_write", "(self._node_count + 7) * 8"),
     ("_write", "8"),
