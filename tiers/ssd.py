@@ -33,7 +33,7 @@ from kvpool.tiers.base import Tier, TierStats
 from kvpool.tiers.ledger import Ledger, chained, count_of, own_parent
 from kvpool.tiers.ssd_device import WRITE_SLOTS_MAX, Outcome, SsdDevice
 from kvpool.tiers.ssd_files import SsdFiles
-from kvpool.tiers.ssd_format import INDEX_FOLDER, slot_bytes
+from kvpool.tiers.ssd_format import INDEX_FOLDER, SEGMENT_BYTES, Geometry, slot_bytes
 from kvpool.tiers.ssd_index import SsdIndex
 from kvpool.tiers.ssd_recovery import recover
 from kvpool.tiers.ssd_staging import Staging
@@ -69,6 +69,7 @@ class SsdTier(Tier):
         slot_count: Capacity, taken on the disk at once and never exceeded; the same each time.
         threads: Reads and writes in the kernel at once.
         staging_slots: Slots that may be reserved, or viewed, at once through the contract.
+        segment_bytes: Of one file, if there need not be too many; the same each time.
         timeout_s: Longest wait for the disk in calls without a deadline of their own.
         events: Told of blocks that leave; None means nobody.
 
@@ -92,6 +93,7 @@ class SsdTier(Tier):
         *,
         threads: int = 16,
         staging_slots: int = 16,
+        segment_bytes: int = SEGMENT_BYTES,
         timeout_s: float = 10.0,
         events: EventSink | None = None,
     ) -> None:
@@ -101,7 +103,7 @@ class SsdTier(Tier):
         self._events: EventSink = events or NullSink()
         self._lock = threading.Lock()
         self._counts = SsdCounts()
-        files = SsdFiles(folder, layout, slot_count)
+        files = SsdFiles(folder, Geometry.plan(layout, slot_count, segment_bytes))
         try:
             self._device: SsdDevice | None = SsdDevice(
                 files.geometry,

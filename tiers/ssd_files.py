@@ -13,7 +13,6 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
-from kvpool.block import BlockLayout
 from kvpool.errors import (
     CapacityError,
     ConfigError,
@@ -70,7 +69,7 @@ class SsdFiles:
 
     Args:
         folder: Made if it is not there. One process at a time holds its lock.
-        layout, slot_count: What a new store is made for, and an old one must have been.
+        planned: What a new store is made for, and an old one must have been.
 
     Attributes:
         superblock: What the store says of itself now.
@@ -88,16 +87,16 @@ class SsdFiles:
         UsageError: The folder may not be written.
     """
 
-    def __init__(self, folder: Path, layout: BlockLayout, slot_count: int) -> None:
+    def __init__(self, folder: Path, planned: Geometry) -> None:
         self.folder = folder
         self.problems: list[str] = []
         with ExitStack() as undo:
             with translating(f"the SSD store {folder} cannot be opened", folder):
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 self.lock = self._open(undo, folder, os.O_RDONLY | os.O_DIRECTORY)
-                _lock(self.lock, folder)
+                lock_folder(self.lock, folder)
                 self._superblock_fd = self._open(undo, folder / SUPERBLOCK_FILE)
-                self.superblock = self._read_superblock(Geometry.plan(layout, slot_count))
+                self.superblock = self._read_superblock(planned)
                 was_clean = self.superblock.clean
                 self.intent = self._open(undo, folder / INTENT_FILE, direct=True)
                 if os.fstat(self.intent).st_size < 2 * SUPERBLOCK_BYTES:
@@ -217,7 +216,8 @@ def read_superblock(folder: Path) -> Superblock:
     return decode_superblock(copies, str(path))
 
 
-def _lock(fd: int, folder: Path) -> None:
+def lock_folder(fd: int, folder: Path) -> None:
+    """Take the lock of a store. Raises UnavailableError if another process has it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

@@ -25,8 +25,8 @@ SUPERBLOCK_FILE: Final = "store.kvp"
 INTENT_FILE: Final = "intents.kvp"
 INDEX_FOLDER: Final = "index"
 
-# A segment is as large as this unless there would be too many of them.
-_SEGMENT_BYTES: Final = 4 << 30
+# A segment is as large as this unless told otherwise, or there would be too many of them.
+SEGMENT_BYTES: Final = 4 << 30
 _SEGMENTS_MAX: Final = 256
 # magic, version, crc, store_id, sequence, opens, clean, index_crc, index_bytes; slot_count,
 # segment_slots, header_bytes, slot_bytes; num_layers, kv_heads, block_tokens, k_dim, v_dim, dtype.
@@ -57,7 +57,9 @@ class Geometry:
     slot_bytes: int
 
     @classmethod
-    def plan(cls, layout: BlockLayout, slot_count: int) -> "Geometry":
+    def plan(
+        cls, layout: BlockLayout, slot_count: int, segment_bytes: int = SEGMENT_BYTES
+    ) -> "Geometry":
         """Lay a new store out. Raises ConfigError if it has no slot."""
         if slot_count <= 0:
             raise ConfigError(
@@ -66,7 +68,7 @@ class Geometry:
                 size_bytes=slot_bytes(layout),
             )
         size = slot_bytes(layout)
-        segment_slots = max(_SEGMENT_BYTES // size, -(-slot_count // _SEGMENTS_MAX), 1)
+        segment_slots = max(segment_bytes // size, -(-slot_count // _SEGMENTS_MAX), 1)
         return cls(
             layout=layout,
             slot_count=slot_count,
@@ -139,6 +141,10 @@ class Superblock:
             index_bytes=index_bytes,
         )
 
+    def unclean(self, sequence: int) -> "Superblock":
+        """Return what to write so that the index is not believed."""
+        return replace(self, sequence=sequence, clean=False)
+
     @property
     def offset(self) -> int:
         """Where in its file this one is written: not where the one before it lies."""
@@ -199,6 +205,12 @@ def decode_superblock(copies: bytes, path: str) -> Superblock:
         f"both copies of {path} are damaged: blocks in this store cannot be told; remove the folder",
         path=path,
     )
+
+
+def whole_copies(copies: bytes) -> set[int]:
+    """Return which of the two copies are whole: 0, 1, both or none."""
+    both = (copies[at : at + SUPERBLOCK_BYTES] for at in (0, SUPERBLOCK_BYTES))
+    return {number for number, copy in enumerate(both) if _decode(copy) is not None}
 
 
 def _decode(copy: bytes) -> Superblock | None:

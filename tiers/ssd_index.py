@@ -68,14 +68,14 @@ class SsdIndex:
         self._changed = threading.Condition()
         self._waiting: dict[int, bytes | None] = {}
         self._writing = self._closing = self._broken = False
-        believed = checksum is not None and _checksum(folder / _FILE) == checksum
+        believed = checksum is not None and checksum_of(folder) == checksum
         self.found: Listing | None = None
         if not believed:
             shutil.rmtree(folder, ignore_errors=True)
         try:
             self._environment = _open(folder, slot_count)
             if believed:
-                self.found = self._read()
+                self.found = _read(self._environment)
         except _failures() as error:
             raise UnavailableError(
                 f"the index {folder} cannot be opened: {error}: look at the disk", path=str(folder)
@@ -120,7 +120,7 @@ class SsdIndex:
             return None  # the disk has it; LMDB is left to the thread
         self._guarded(self._sync)
         self._environment.close()
-        return None if self._broken else _checksum(self._folder / _FILE)
+        return None if self._broken else checksum_of(self._folder)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until everything was handed to LMDB; False if the deadline came first."""
@@ -170,18 +170,6 @@ class SsdIndex:
         with self._environment.begin(write=True) as transaction, transaction.cursor() as cursor:
             cursor.putmulti(items, append=True)
 
-    def _read(self) -> Listing:
-        with self._environment.begin() as transaction, transaction.cursor() as cursor:
-            raw = b"".join(cursor.iternext(keys=False, values=True))
-        records = np.frombuffer(raw, dtype=RECORD)
-        order = np.argsort(records["generation"], kind="stable")
-        records = records[order]
-        return Listing(
-            Slots(records["slot"].astype(np.uint32), records["generation"].astype(np.uint64)),
-            records["key"].tobytes(),
-            records["parent"].tobytes(),
-        )
-
 
 def _records(blocks: Listing) -> list[bytes]:
     rows = np.zeros(len(blocks.slots), dtype=RECORD)
@@ -197,11 +185,32 @@ def _key(slot: int) -> bytes:
     return slot.to_bytes(4, "big")
 
 
-def _checksum(path: Path) -> tuple[int, int] | None:
-    """Return CRC32C and size of a file, None if it cannot be read."""
+def read_index(folder: Path) -> Listing:
+    """Return the blocks of an index that is believed, without opening it for writing."""
+    import lmdb
+
+    with lmdb.open(str(folder), readonly=True, lock=False) as environment:
+        return _read(environment)
+
+
+def _read(environment: "lmdb.Environment") -> Listing:
+    """Return all records, oldest life first."""
+    with environment.begin() as transaction, transaction.cursor() as cursor:
+        raw = b"".join(cursor.iternext(keys=False, values=True))
+    records = np.frombuffer(raw, dtype=RECORD)
+    records = records[np.argsort(records["generation"], kind="stable")]
+    return Listing(
+        Slots(records["slot"].astype(np.uint32), records["generation"].astype(np.uint64)),
+        records["key"].tobytes(),
+        records["parent"].tobytes(),
+    )
+
+
+def checksum_of(folder: Path) -> tuple[int, int] | None:
+    """Return CRC32C and size of an index's file, None if it cannot be read."""
     crc = size = 0
     try:
-        with path.open("rb") as file:
+        with (folder / _FILE).open("rb") as file:
             while piece := file.read(_READ_BYTES):
                 crc = crc32c(piece, crc)
                 size += len(piece)

@@ -26,6 +26,7 @@ from kvpool.errors import (
     KVPoolError,
     TransferTimeoutError,
     UnavailableError,
+    UsageError,
 )
 from kvpool.memory import BlockView, Crcs
 from kvpool.tiers.ledger import Ledger, Listing, select
@@ -266,6 +267,8 @@ class SsdWriter:
         if outcome.error:
             cause = OSError(outcome.error, os.strerror(outcome.error))
             error = translated(cause, f"{doing} in {self._folder}", self._folder)
+            if isinstance(error, UsageError):  # it was allowed when the tier was opened
+                error = UnavailableError(str(error), tier="ssd", path=str(self._folder))
             error.__cause__ = cause
             return error
         return CorruptionError("the block to be written is not what its checksums say", tier="ssd")

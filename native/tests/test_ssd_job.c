@@ -252,6 +252,42 @@ static void test_every_flipped_bit_is_seen(void)
     closed(mine);
 }
 
+/* The same in memory, so that it can be every bit. */
+static void test_every_bit_of_a_header_counts(void)
+{
+    const kvp_ssd_geometry made = geometry();
+    slot_name name = {.slot = 3, .generation = 9}, found;
+    uint8_t *buffer = malloc(SLOT_BYTES);
+    uint64_t zero = 0;
+    size_t bad;
+    fill_random(&name.key, sizeof name.key);
+    fill_random(buffer, SLOT_BYTES);
+    const kvp_view view = kvp_slot_view(&made, buffer);
+    uint8_t *copy = malloc(PAYLOAD);
+    const kvp_view to = flat(copy);
+    CHECK(kvp_copy_blocks(&made.shape, &to, &zero, &view, &zero, 1, 0, LAYERS, NULL,
+                          ((slot_header *)(void *)buffer)->crcs, CRCS, &bad) == KVP_OK);
+    kvp_slot_seal(&made, &name, buffer);
+    CHECK(kvp_slot_open(&made, 3, buffer, &found) == KVP_SLOT_DONE);
+    CHECK(kvp_slot_whole(&made, buffer) && memcmp(found.key, name.key, sizeof name.key) == 0);
+    CHECK(kvp_slot_open(&made, 4, buffer, &found) == KVP_SLOT_OTHER);
+    for (size_t bit = 0; bit < 8 * 4096; bit++) {
+        buffer[bit / 8] ^= (uint8_t)(1 << bit % 8);
+        kvp_slot_result result = kvp_slot_open(&made, 3, buffer, &found);
+        CHECK(result == KVP_SLOT_CORRUPT || result == KVP_SLOT_VERSION);
+        buffer[bit / 8] ^= (uint8_t)(1 << bit % 8);
+    }
+    for (size_t bit = 8 * 4096; bit < 8 * (4096 + PAYLOAD); bit += 1 + random_below(4)) {
+        buffer[bit / 8] ^= (uint8_t)(1 << bit % 8);
+        CHECK(!kvp_slot_whole(&made, buffer));
+        buffer[bit / 8] ^= (uint8_t)(1 << bit % 8);
+    }
+    memset(buffer, 0, 4096);
+    CHECK(kvp_slot_open(&made, 3, buffer, &found) == KVP_SLOT_EMPTY);
+    free(buffer);
+    free(copy);
+}
+
 static void test_scan_tells_what_lies_there(void)
 {
     store *mine = opened();
@@ -464,6 +500,7 @@ int main(void)
     test_what_was_written_is_read(INTERRUPTED, SHORT);
     test_another_block_or_life_is_not_read();
     test_every_flipped_bit_is_seen();
+    test_every_bit_of_a_header_counts();
     test_scan_tells_what_lies_there();
     test_a_failing_disk_says_so();
     test_a_hung_read_ends_and_touches_nothing();

@@ -100,7 +100,7 @@ def read(tier: SsdTier, first: int, count: int) -> int:
 
 
 def test_killed_at_any_point(tmp_path: Path, count: Count) -> None:
-    for seed in range(count(6, 160)):
+    for seed in range(count(4, 160)):
         folder, slots = tmp_path / str(seed), TIGHT if seed % 2 else ROOMY
         check(folder, slots, run_until_killed(folder, seed, slots))
 
@@ -126,7 +126,7 @@ def lose_power(folder: Path, library: Path, seed: int, slots: int, **more: str) 
 
 
 def test_power_cut_at_any_point(tmp_path: Path, library: Path, count: Count) -> None:
-    for seed in range(1000, 1000 + count(6, 160)):
+    for seed in range(1000, 1000 + count(4, 160)):
         folder, slots = tmp_path / str(seed), TIGHT if seed % 2 else ROOMY
         check(folder, slots, lose_power(folder, library, seed, slots))
 

@@ -1,0 +1,307 @@
+"""What an SSD tier does on a disk that fails: scenes, each in a process with disk.c preloaded.
+
+python -m tests.faults.ssd_scenes SCENE FOLDER
+"""
+
+import ctypes
+import errno
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from kvpool.block import BlockHash
+from kvpool.errors import (
+    CapacityError,
+    ClosedError,
+    KVPoolError,
+    TransferTimeoutError,
+    UnavailableError,
+)
+from kvpool.testing.blocks import SMALL_LAYOUT, Payload, key, payload, view_of
+from kvpool.tiers.ssd import SsdTier
+
+SLOTS, THREADS = 16, 3
+READS, WRITES, SYNCS = range(3)
+HANGS, IS_SHORT, IS_INTERRUPTED = -1, -2, -3
+PATIENCE_S = 120.0  # only a hang of our own reaches it
+SOON_S = 0.3  # a deadline that is meant to pass
+
+_libc = ctypes.CDLL(None)
+
+
+def fault(operation: int, what: int, *, after: int = 0, files: str = "segment") -> None:
+    """Make the disk fail; 0 makes it well."""
+    _libc.disk_fault(operation, what, after, files.encode())
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """Wait for something that must come."""
+    deadline = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < deadline, "it does not come"
+        time.sleep(0.001)
+
+
+def open_tier(folder: Path, timeout_s: float = PATIENCE_S) -> SsdTier:
+    return SsdTier(folder, SMALL_LAYOUT, SLOTS, threads=THREADS, timeout_s=timeout_s)
+
+
+def chain(first: int, count: int) -> tuple[bytes, Payload]:
+    """Return keys and bytes of made-up blocks."""
+    numbers = range(first, first + count)
+    blocks = [payload(SMALL_LAYOUT, 1, seed=number) for number in numbers]
+    return b"".join(key(number) for number in numbers), np.concatenate(blocks)
+
+
+def write(tier: SsdTier, first: int, count: int, deadline_s: float = PATIENCE_S) -> int:
+    keys, blocks = chain(first, count)
+    parent: BlockHash | None = None
+    return tier.write(keys, parent, view_of(SMALL_LAYOUT, blocks), deadline_s=deadline_s)
+
+
+def read(tier: SsdTier, first: int, count: int, deadline_s: float = PATIENCE_S) -> int:
+    """Read a chain; how many blocks came, each of them right, with nothing behind them touched."""
+    keys, blocks = chain(first, count)
+    slots = tier.pin(keys)
+    out = np.zeros((len(slots), SMALL_LAYOUT.block_bytes), dtype=np.uint8)
+    good, _ = tier.read(slots, view_of(SMALL_LAYOUT, out), deadline_s=deadline_s)
+    tier.unpin(slots)
+    np.testing.assert_array_equal(out[:good], blocks[:good])
+    return good
+
+
+def raised(kind: type[KVPoolError], work: Callable[[], object]) -> str:
+    """Return the message of the error that must be raised."""
+    try:
+        work()
+    except kind as error:
+        assert type(error) is kind, repr(error)
+        return str(error)
+    raise AssertionError(f"no {kind.__name__}")
+
+
+def reads_that_fail(folder: Path) -> None:
+    """A disk that does not give is a miss; the blocks stay, and come when it gives again."""
+    with open_tier(folder) as tier:
+        assert write(tier, 0, 4) == 4
+        fault(READS, errno.EIO)
+        assert read(tier, 0, 4) == 0
+        fault(READS, errno.EIO, after=2)
+        assert 0 <= read(tier, 0, 4) < 4
+        fault(READS, 0)
+        assert read(tier, 0, 4) == 4
+        assert tier.ssd_stats().read_errors > 4
+        assert tier.stats().corruptions == 0
+
+
+def writes_that_fail(folder: Path) -> None:
+    """A disk that does not take: a typed error, nothing promised, nothing lost, and it goes on."""
+    with open_tier(folder) as tier:
+        assert write(tier, 0, 2) == 2
+        for number, (code, kind) in enumerate(
+            [
+                (errno.ENOSPC, CapacityError),
+                (errno.EIO, UnavailableError),
+                (errno.EROFS, UnavailableError),
+            ]
+        ):
+            for files in ("segment", "intents"):
+                fault(WRITES, code, files=files)
+                raised(kind, lambda: write(tier, 10, 3))
+                assert tier.durable(key(10)) == 0
+                assert read(tier, 0, 2) == 2
+                fault(WRITES, 0)
+            first = 100 * (number + 1)
+            fault(WRITES, code, after=1)  # one block gets through, whichever
+            try:
+                assert write(tier, first, 3) < 3
+            except kind:
+                pass
+            fault(WRITES, 0)
+            assert write(tier, first, 3) == 3
+            assert read(tier, first, 3) == 3
+        assert write(tier, 10, 3) == 3
+        stats = tier.stats()
+        assert (stats.quarantined, stats.reserved, stats.corruptions) == (0, 0, 0)
+    with open_tier(folder) as tier:
+        assert tier.recovery.source == "index"
+        assert [read(tier, first, count) for first, count in ((10, 3), (300, 3))] == [3, 3]
+
+
+def syncs_that_fail(folder: Path) -> None:
+    """What could not be synced is not promised, and not found."""
+    with open_tier(folder) as tier:
+        assert write(tier, 0, 2) == 2
+        for files in ("segment", "intents"):
+            fault(SYNCS, errno.EIO, files=files)
+            raised(UnavailableError, lambda: write(tier, 10, 3))
+            assert tier.match(key(10)) == 0
+            fault(SYNCS, 0)
+        assert read(tier, 0, 2) == 2
+        assert write(tier, 10, 3) == 3
+        assert read(tier, 10, 3) == 3
+        assert tier.stats().ready == 5
+
+
+def a_failed_write_before_a_crash(folder: Path) -> None:
+    """Headers that a failed write may have left are erased before the next one."""
+    tier = open_tier(folder)
+    fault(SYNCS, errno.EIO)
+    raised(UnavailableError, lambda: write(tier, 10, 3))
+    fault(SYNCS, 0)
+    assert write(tier, 20, 1) == 1
+    leave(tier)
+    with open_tier(folder) as tier:
+        assert tier.recovery.source == "headers"
+        assert tier.match(key(10)) == 0
+        assert read(tier, 20, 1) == 1
+
+
+def leave(tier: SsdTier) -> None:
+    """Let go of a tier's files as a killed process does."""
+    tier._files.close()  # pyright: ignore[reportPrivateUsage]
+    tier._device = None  # pyright: ignore[reportPrivateUsage]
+
+
+def transfers_that_are_cut(folder: Path) -> None:
+    """Short and interrupted transfers go on."""
+    with open_tier(folder) as tier:
+        for what in (IS_SHORT, IS_INTERRUPTED):
+            fault(READS, what)
+            fault(WRITES, what)
+            fault(SYNCS, IS_INTERRUPTED, files=".kvp")
+            for first in range(0, 40, 5):
+                assert write(tier, first, 5) == 5
+                assert read(tier, first, 5) == 5
+        assert tier.stats().corruptions == 0
+
+
+def reads_that_hang(folder: Path) -> None:
+    """A hung read ends at its deadline; its buffer is nobody's until the kernel is done."""
+    with open_tier(folder) as tier:
+        assert write(tier, 0, 8) == 8
+        keys, blocks = chain(0, 8)
+        slots = tier.pin(keys)
+        out = np.zeros_like(blocks)
+        fault(READS, HANGS)
+        while tier.ssd_stats().late_threads < THREADS:
+            good, _ = tier.read(slots, view_of(SMALL_LAYOUT, out), deadline_s=SOON_S)
+            assert good == 0
+        assert _libc.disk_hanging() == THREADS
+        assert read(tier, 0, 8, SOON_S) == 0  # no thread is left, and still it ends
+        raised(TransferTimeoutError, lambda: write(tier, 20, 1, SOON_S))
+        fault(READS, 0)
+        wait_for(lambda: tier.ssd_stats().late_threads == 0)
+        assert not out.any()
+        good, _ = tier.read(slots, view_of(SMALL_LAYOUT, out), deadline_s=PATIENCE_S)
+        assert good == 8
+        np.testing.assert_array_equal(out, blocks)
+        tier.unpin(slots)
+        assert tier.ssd_stats().read_timeouts >= 8
+        assert tier.stats().corruptions == 0
+
+
+def writes_that_hang(folder: Path) -> None:
+    """Slots that the kernel may still write are in quarantine, whatever is asked for meanwhile."""
+    with open_tier(folder) as tier:
+        assert write(tier, 0, SLOTS) == SLOTS
+        fault(WRITES, HANGS)
+        turn = 0
+        while tier.ssd_stats().late_threads < THREADS:
+            turn += 1
+            raised(TransferTimeoutError, partial(write, tier, 100 * turn, 4, SOON_S))
+        quarantined = tier.stats().quarantined
+        assert 1 <= quarantined <= THREADS
+        late = SLOTS - quarantined
+        reserved = [tier.reserve() for _ in range(late)]
+        raised(CapacityError, tier.reserve)
+        for slot in reserved:
+            tier.abort(slot)
+        fault(WRITES, 0)
+        wait_for(lambda: tier.stats().quarantined == 0)
+        for first in range(1000, 1050, 5):
+            assert write(tier, first, 5) == 5
+            assert read(tier, first, 5) == 5
+        stats = tier.stats()
+        assert (stats.corruptions, stats.reserved) == (0, 0)
+        assert stats.free + stats.ready == SLOTS
+
+
+def an_intent_that_hangs(folder: Path) -> None:
+    """No write overtakes an older intent that the kernel may still write."""
+    with open_tier(folder) as tier:
+        assert write(tier, 0, 2) == 2
+        fault(WRITES, HANGS, files="intents")
+        while tier.ssd_stats().late_threads == 0:
+            raised(TransferTimeoutError, lambda: write(tier, 10, 2, SOON_S))
+        assert "earlier write" in raised(UnavailableError, lambda: write(tier, 10, 2))
+        assert read(tier, 0, 2) == 2
+        fault(WRITES, 0)
+        wait_for(lambda: tier.ssd_stats().late_threads == 0)
+        assert write(tier, 10, 2) == 2
+        assert read(tier, 10, 2) == 2
+
+
+def a_close_that_hangs(folder: Path) -> None:
+    """Closing ends in time; the folder stays locked until the kernel has let go."""
+    tier = open_tier(folder, timeout_s=1.0)
+    assert write(tier, 0, 4) == 4
+    fault(WRITES, HANGS)
+    while tier.ssd_stats().late_threads == 0:
+        raised(TransferTimeoutError, lambda: write(tier, 10, 4, SOON_S))
+    tier.close()
+    tier.close()
+    raised(ClosedError, lambda: write(tier, 20, 1))
+    assert "another process" in raised(UnavailableError, lambda: open_tier(folder))
+    fault(WRITES, 0)
+
+    def opens() -> bool:
+        try:
+            again = open_tier(folder)
+        except UnavailableError:
+            return False
+        with again:
+            assert again.recovery.source == "headers"
+            assert read(again, 0, 4) == 4
+            assert read(again, 10, 4) in range(5)
+            assert again.stats().corruptions == 0
+        return True
+
+    wait_for(opens)
+
+
+def a_folder_that_is_removed(folder: Path) -> None:
+    """Open files stay; nothing raises, and a new store begins empty."""
+    tier = open_tier(folder)
+    assert write(tier, 0, 4) == 4
+    for path in sorted(folder.rglob("*"), reverse=True):
+        path.rmdir() if path.is_dir() else path.unlink()
+    folder.rmdir()
+    assert read(tier, 0, 4) == 4
+    assert write(tier, 10, 4) == 4
+    assert read(tier, 10, 4) == 4
+    tier.close()
+    with open_tier(folder) as tier:
+        assert tier.match(key(0)) == 0
+        assert write(tier, 0, 4) == 4
+
+
+SCENES = (
+    reads_that_fail,
+    writes_that_fail,
+    syncs_that_fail,
+    a_failed_write_before_a_crash,
+    transfers_that_are_cut,
+    reads_that_hang,
+    writes_that_hang,
+    an_intent_that_hangs,
+    a_close_that_hangs,
+    a_folder_that_is_removed,
+)
+
+if __name__ == "__main__":
+    {scene.__name__: scene for scene in SCENES}[sys.argv[1]](Path(sys.argv[2]))
