@@ -179,6 +179,7 @@ class HostTransport(Transport):
         mailbox = Mailbox(self.incarnation)
         hello, ours = self._hello(mailbox)
         fds: list[int] = []
+        adopted = False
         try:
             handshake.send(sock, hello, ours)
             sock.settimeout(max(deadline.remaining_s(), 0.001))
@@ -192,13 +193,18 @@ class HostTransport(Transport):
                 raise CorruptionError("the peer did not answer with a hello")
             if expected is not None and message.incarnation != expected:
                 raise StaleIncarnationError(f"{address} is another run than the one expected")
-            return self._adopt(sock, pid, message, fds, mailbox, len(ours) - 1)
+            endpoint = self._adopt(sock, pid, message, fds, mailbox, len(ours) - 1)
+            adopted = True
+            return endpoint
         except (TimeoutError, BlockingIOError) as error:
             raise TransferTimeoutError(f"no hello from {address} in time") from error
         except (OSError, CorruptionError) as error:
-            raise PeerUnreachableError(f"{address}: {error}") from error
+            # Without its frames: whoever keeps the error would keep what the peer sent mapped.
+            raise PeerUnreachableError(f"{address}: {error}") from error.with_traceback(None)
         finally:
             handshake.close_all(fds)
+            if not adopted:
+                mailbox.close()
 
     def _adopt(
         self,

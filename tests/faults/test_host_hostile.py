@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import fcntl
+import gc
 import mmap
 import os
 import platform
@@ -17,9 +18,7 @@ import pytest
 
 from kvpool.arena import Arena
 from kvpool.block import new_incarnation
-from kvpool.errors import (
-    UsageError,
-)
+from kvpool.errors import PeerUnreachableError, UsageError
 from kvpool.testing.pair import Collected
 from kvpool.transfer import handshake
 from kvpool.transfer.base import Endpoint
@@ -192,6 +191,54 @@ def test_hellos_that_lie_are_refused(target: Target, tmp_path: Path) -> None:
     assert target.connected.items == []
     target.require_healthy()
     until(lambda: fd_count() == before)
+
+
+def test_a_handshake_that_fails_keeps_nothing_of_the_peer(
+    transport: HostTransport, tmp_path: Path
+) -> None:
+    """Not even for whoever keeps its error, and without a garbage collection."""
+    path = str(tmp_path / "liar")
+    incarnation = new_incarnation()
+    mailbox, arena = Mailbox(incarnation), Arena(LAYOUT, 2, incarnation)
+    lie = RegionOffer(region=0, slot_count=3, slot_bytes=LAYOUT.block_bytes)
+
+    def answer(listener: socket.socket) -> None:
+        sock, _ = listener.accept()
+        handshake.close_all(handshake.receive(sock)[1])
+        hello = Hello(
+            magic="kvpool-host",
+            version=1,
+            incarnation=incarnation,
+            pid=os.getpid(),
+            record_count=RECORD_COUNT,
+            record_bytes=1024,
+            regions=[lie],
+        )
+        handshake.send(sock, hello, [mailbox.fd, arena.fd])
+        sock.close()
+
+    before = (mapped(), fd_count())
+    gc.disable()
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(path)
+            listener.listen(1)
+            thread = threading.Thread(target=answer, args=(listener,))
+            thread.start()
+            with pytest.raises(PeerUnreachableError, match="descriptor") as caught:
+                transport.connect(path, WAIT_S)
+            thread.join(WAIT_S)
+        until(lambda: (mapped(), fd_count()) == before)
+        assert caught.value.__cause__ is not None
+    finally:
+        gc.enable()
+    mailbox.close()
+    arena.close()
+
+
+def mapped() -> int:
+    """Return how many shared mappings there are."""
+    return Path("/proc/self/maps").read_text().count("memfd:")
 
 
 def test_garbage_hellos_harm_nothing(target: Target, count: Count) -> None:
