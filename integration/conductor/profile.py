@@ -123,8 +123,7 @@ def fitted(model: str, machine: str, kv_bytes_per_token: float, samples: Samples
         [(1.0, one.size_bytes) for one in samples.transfer],
         [one.seconds for one in samples.transfer],
     )
-    if not transfer[1]:
-        raise UsageError("transfers took no longer for more bytes: measure larger ones")
+    largest = max(samples.transfer, key=lambda one: one.size_bytes)
     return Profile(
         model=model,
         machine=machine,
@@ -135,7 +134,12 @@ def fitted(model: str, machine: str, kv_bytes_per_token: float, samples: Samples
         decode=DecodeFit(
             base_s=decode[0], request_s=decode[1], token_s=decode[2], error=decode_error
         ),
-        transfer=TransferFit(base_s=transfer[0], bytes_per_s=1 / transfer[1], error=transfer_error),
+        transfer=TransferFit(
+            base_s=transfer[0],
+            # Where more bytes took no longer, the largest transfer says the most.
+            bytes_per_s=1 / transfer[1] if transfer[1] else largest.size_bytes / largest.seconds,
+            error=transfer_error,
+        ),
         samples=samples,
     )
 

@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from kvpool.cli import bench_command, doctor, simulate_command
+from kvpool.cli import bench_command, doctor, profile_command, simulate_command
 from kvpool.client import protocol
 from kvpool.client.rpc import Caller
 from kvpool.errors import KVPoolError, PeerUnreachableError, UnavailableError
@@ -39,6 +39,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     doctor.add_arguments(made)
     made.set_defaults(run=doctor.run)
+    made = commands.add_parser(
+        "profile",
+        help="measure how long a model takes on this machine",
+        description=profile_command.DESCRIPTION,
+    )
+    profile_command.add_arguments(made)
+    made.set_defaults(run=profile_command.run)
     made = commands.add_parser(
         "simulate",
         help="simulate a cluster and draw the papers' figures",
