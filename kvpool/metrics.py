@@ -29,7 +29,10 @@ Kind = Literal["counter", "gauge", "histogram"]
 
 TIERS: Final = ("gpu", "dram", "ssd", "other")
 SLOT_STATES: Final = ("free", "reserved", "ready", "quarantined")
-METHODS: Final = ("hello", "configure", "match", "lease", "report", "release", "store", "stats")
+METHODS: Final = (
+    *("hello", "configure", "match", "lease", "report", "release", "store", "stats"),
+    *("tiers", "evict", "verify"),
+)
 ROLES: Final = ("prefill", "decode", "other")
 OUTCOMES: Final = ("ok", "refused", "failed", "cancelled")
 ROUTES: Final = ("chat", "completions")
@@ -61,6 +64,7 @@ def _metric(kind: Kind, name: str, meaning: str, /, **labels: tuple[str, ...]) -
 
 METRICS: Final = (
     _metric("gauge", "kvpool_tiers_slot_count", "Slots by state.", tier=TIERS, state=SLOT_STATES),
+    _metric("gauge", "kvpool_tiers_used_bytes", "Payload of slots that are not free.", tier=TIERS),
     _metric(
         "counter",
         "kvpool_tiers_lookup_blocks_total",
@@ -76,6 +80,26 @@ METRICS: Final = (
         reason=("capacity", "corrupt", "other"),
     ),
     _metric("counter", "kvpool_tiers_evicted_bytes_total", "Their bytes.", tier=TIERS),
+    _metric("gauge", "kvpool_tiers_backlog_bytes", "Blocks that wait to be written to the SSD."),
+    _metric(
+        "counter",
+        "kvpool_tiers_flush_blocks_total",
+        "Blocks that were to be written to the SSD: written, evicted before, let go because too many "
+        "waited, or not taken by the disk (they are tried again).",
+        outcome=("flushed", "lost", "skipped", "failed"),
+    ),
+    _metric(
+        "counter",
+        "kvpool_tiers_promotion_blocks_total",
+        "Blocks that were asked for and on the SSD alone: brought up, left because they would have "
+        "come too late, or not given by the deadline.",
+        outcome=("promoted", "refused", "failed"),
+    ),
+    _metric(
+        "histogram",
+        "kvpool_tiers_promotion_seconds",
+        "Time that a lease took to bring blocks up from the SSD, if it had to.",
+    ),
     _metric(
         "counter",
         "kvpool_transfer_slice_blocks_total",

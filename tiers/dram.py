@@ -184,6 +184,12 @@ class DramTier(Tier):
             self._misses += len(keys) // HASH_BYTES - len(slots)
             return slots
 
+    def keys(self) -> bytes:
+        """Return the keys of all blocks that are here, 32 bytes each, in no order. ClosedError."""
+        with self._lock:
+            self._require_open()
+            return b"".join(key for key in self._keys if key is not None)
+
     def hold(self, keys: bytes) -> Slots:
         """Pin the leading blocks that are here, for work behind the scenes: not a use, not counted.
 

@@ -112,14 +112,14 @@ class FlushCounts:
         flushed: Are below now.
         lost: Were evicted before their turn came: they are in no tier.
         skipped: Were let go because the backlog was full; written if they are stored again.
-        failures: Writes that failed; each is tried again after a pause.
+        failed: Could not be written; tried again after a pause, and counted each time.
     """
 
     backlog: int = 0
     flushed: int = 0
     lost: int = 0
     skipped: int = 0
-    failures: int = 0
+    failed: int = 0
 
 
 class Flusher:
@@ -135,7 +135,7 @@ class Flusher:
         self._block_bytes = fast.layout.block_bytes
         self._batch_blocks = max(1, limits.batch_bytes // self._block_bytes)
         self._backlog_max = max(1, limits.backlog_bytes_max // self._block_bytes)
-        self._changed = threading.Condition(threading.Lock())
+        self._changed = threading.Condition()
         self._runs: deque[tuple[bytes, BlockHash | None]] = deque()
         self._counts = FlushCounts()
         self._busy = self._looked = self._closed = False
@@ -252,7 +252,7 @@ class Flusher:
             finally:
                 self._fast.unpin(slots)
             if done == 0:
-                self._tell(failures=1)
+                self._tell(failed=len(keys) // HASH_BYTES)
                 return keys
             parent = BlockHash(keys[(done - 1) * HASH_BYTES : done * HASH_BYTES])
             keys = keys[done * HASH_BYTES :]

@@ -12,7 +12,7 @@ from typing import Final
 
 import msgspec
 
-from kvpool.cli import bench_command, doctor, profile_command, simulate_command
+from kvpool.cli import bench_command, doctor, fsck, plan, profile_command, simulate_command, tier
 from kvpool.client import protocol
 from kvpool.client.rpc import Caller
 from kvpool.errors import KVPoolError, PeerUnreachableError, UnavailableError
@@ -53,6 +53,25 @@ def _parser() -> argparse.ArgumentParser:
     )
     simulate_command.add_arguments(made)
     made.set_defaults(run=simulate_command.run)
+    made = commands.add_parser(
+        "fsck", help="check the folder of an SSD tier, and mend it", description=fsck.DESCRIPTION
+    )
+    fsck.add_arguments(made)
+    made.set_defaults(run=fsck.run)
+    made = commands.add_parser(
+        "tier",
+        help="look at the tiers of a running server, check them, make room",
+        description=tier.DESCRIPTION,
+        epilog=tier.EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    tier.add_arguments(made)
+    made.set_defaults(run=tier.run)
+    made = commands.add_parser(
+        "plan", help="what a model's KV takes up, and what fits", description=plan.DESCRIPTION
+    )
+    plan.add_arguments(made)
+    made.set_defaults(run=plan.run)
     made = commands.add_parser("stats", help="show what a running server holds")
     made.add_argument("--run-dir", type=Path, required=True, help="the server's folder")
     made.add_argument("--json", action="store_true", help="as one JSON object")

@@ -150,6 +150,31 @@ class StatsReply(msgspec.Struct, frozen=True, kw_only=True):
     extra: dict[str, int]
 
 
+class TiersReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of each tier by name, fastest first, and ``stack``: what goes between them."""
+
+    tiers: dict[str, dict[str, int]]
+
+
+class EvictRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """Ask for up to ``blocks`` blocks to be evicted from DRAM."""
+
+    blocks: int
+
+
+class EvictReply(msgspec.Struct, frozen=True, kw_only=True):
+    """How many went."""
+
+    blocks: int
+
+
+class VerifyReply(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks in DRAM that were read, and those that were bad and are gone."""
+
+    checked: int
+    bad: int
+
+
 CONFIGURE = Method("Pool", "Configure", ConfigureRequest, Welcome)
 HELLO = Method("Pool", "Hello", Hello, Done)
 MATCH = Method("Pool", "Match", MatchRequest, MatchReply)
@@ -158,6 +183,9 @@ REPORT = Method("Pool", "Report", ReportRequest, Done)
 RELEASE = Method("Pool", "Release", ReleaseRequest, Done)
 STORE = Method("Pool", "Store", StoreRequest, StoreReply)
 STATS = Method("Pool", "Stats", Done, StatsReply)
+TIERS = Method("Pool", "Tiers", Done, TiersReply)
+EVICT = Method("Pool", "Evict", EvictRequest, EvictReply)
+VERIFY = Method("Pool", "Verify", Done, VerifyReply)
 
 
 def encode_layout(layout: BlockLayout) -> dict[str, int | str]:

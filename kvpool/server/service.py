@@ -31,13 +31,15 @@ from kvpool.errors import (
 )
 from kvpool.events import EventSink, PeerLost
 from kvpool.memory import Crcs
-from kvpool.metrics import SLOT_STATES, Metrics
+from kvpool.metrics import Metrics
 from kvpool.pool import Pool
 from kvpool.reservation import Reservation
 from kvpool.server.sessions import Session, Sessions
+from kvpool.server.tier_report import TierReport, tier_counts
 from kvpool.tiers.dram import DramTier
 from kvpool.tiers.lease import LeaseId
 from kvpool.tiers.stack import StackTier
+from kvpool.tiers.verify import verify_blocks
 from kvpool.transfer.base import RemoteSlots, Transport
 
 logger = logging.getLogger(__name__)
@@ -82,7 +84,7 @@ class PoolService:
         self.address = ""
         self._stores = 0
         self._counts = {"clients_lost": 0, "stores_aborted": 0}
-        self._looked_up = {"hit": 0, "miss": 0}  # as told to the metrics
+        self._report_tiers = TierReport(metrics)
 
     def serve(self, service: Service) -> None:
         """Add every method to a gRPC service."""
@@ -94,6 +96,9 @@ class PoolService:
         self._add(service, protocol.RELEASE, self._release)
         self._add(service, protocol.STORE, self._store)
         self._add(service, protocol.STATS, self._stats)
+        self._add(service, protocol.TIERS, self._tiers)
+        self._add(service, protocol.EVICT, self._evict)
+        self._add(service, protocol.VERIFY, self._verify)
 
     def tick(self) -> None:
         """End leases that have run out, and set the gauges. To be called now and then."""
@@ -104,15 +109,7 @@ class PoolService:
         pool.leases.expire()
         stats = pool.stats()
         self._metrics.set("kvpool_server_lease_count", stats.leases)
-        for state in SLOT_STATES:
-            value = getattr(stats, state)
-            self._metrics.set("kvpool_tiers_slot_count", value, tier="dram", state=state)
-        for outcome, value in (("hit", stats.hits), ("miss", stats.misses)):
-            grown = value - self._looked_up[outcome]
-            self._looked_up[outcome] = value
-            self._metrics.count(
-                "kvpool_tiers_lookup_blocks_total", grown, tier="dram", outcome=outcome
-            )
+        self._report_tiers.tell(pool.tier)
 
     def close(self) -> None:
         """Close the pool. After the transport was closed: nobody reads or writes it any more."""
@@ -211,9 +208,7 @@ class PoolService:
 
     async def _lease(self, request: protocol.LeaseRequest) -> protocol.LeaseReply:
         session, pool = self.sessions.get(request.client), self._pool()
-        if isinstance(pool.tier, StackTier):  # it may wait for the disk, which this loop must not
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._executor, pool.promote, request.hashes)
+        await self._promote(pool, request.hashes)
         lease, slots = pool.leases.grant(session.client, request.hashes, request.seconds)
         pool.leases.count_missing(max(0, request.missing))
         return protocol.LeaseReply(
@@ -269,6 +264,32 @@ class PoolService:
             return protocol.StatsReply(stats=dict.fromkeys((*names, *counts), 0), extra=extra)
         stats = msgspec.to_builtins(pool.stats())
         return protocol.StatsReply(extra={**stats.pop("extra"), **extra}, stats=stats)
+
+    async def _tiers(self, request: protocol.Done) -> protocol.TiersReply:
+        pool = self._opened()
+        return protocol.TiersReply(tiers={} if pool is None else tier_counts(pool.tier))
+
+    async def _evict(self, request: protocol.EvictRequest) -> protocol.EvictReply:
+        if request.blocks < 0:
+            raise UsageError(f"evict {request.blocks} blocks: name 0 or more")
+        return protocol.EvictReply(blocks=self._pool().tier.evict(request.blocks))
+
+    async def _verify(self, request: protocol.Done) -> protocol.VerifyReply:
+        tier = self._pool().tier
+        dram = tier.fast if isinstance(tier, StackTier) else tier
+        assert isinstance(dram, DramTier)
+        loop = asyncio.get_running_loop()
+        found = await loop.run_in_executor(self._executor, verify_blocks, dram)
+        return protocol.VerifyReply(checked=found.checked, bad=found.bad)
+
+    async def _promote(self, pool: Pool, hashes: bytes) -> None:
+        """Bring blocks up for a lease, beside this loop, which may not wait for a disk."""
+        tier = pool.tier
+        if not isinstance(tier, StackTier) or tier.fast.match(hashes) * HASH_BYTES == len(hashes):
+            return
+        began = time.perf_counter()
+        await asyncio.get_running_loop().run_in_executor(self._executor, pool.promote, hashes)
+        self._metrics.observe("kvpool_tiers_promotion_seconds", time.perf_counter() - began)
 
     # ---- stores ----------------------------------------------------------------------------------
 

@@ -34,10 +34,13 @@ def test_names_are_the_ones_of_the_design() -> None:
     }
 
 
-def test_every_subject_is_there_or_says_so() -> None:
+def test_every_subject_is_there_or_says_so(tmp_path: Path) -> None:
+    trace = tmp_path / "a_trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 1, "hash_ids": [0]}')
     for subject in bench.SUBJECTS:
+        traces = [trace] if subject in bench.TRACED else []
         try:
-            cases = bench.cases_of(subject, quick=True)
+            cases = bench.cases_of(subject, quick=True, traces=traces)
         except UsageError as error:
             assert "cannot be measured here" in str(error)
         else:
@@ -45,6 +48,8 @@ def test_every_subject_is_there_or_says_so() -> None:
             assert all(found.name.startswith(f"{subject}.") for found in cases)
     with pytest.raises(UsageError, match="choose one of tiers"):
         bench.cases_of("nothing", quick=True)
+    with pytest.raises(UsageError, match="leave it out"):
+        bench.cases_of("index", quick=True, traces=[trace])
 
 
 def test_the_json_has_the_fields_of_the_design(capsys: pytest.CaptureFixture[str]) -> None:

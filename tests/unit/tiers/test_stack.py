@@ -13,6 +13,7 @@ from kvpool.arena import Arena
 from kvpool.block import BlockHash, new_incarnation
 from kvpool.errors import CapacityError, ClosedError, UnavailableError
 from kvpool.index.prefix import PrefixIndex
+from kvpool.memory import Span
 from kvpool.testing.blocks import SMALL_LAYOUT, key, payload, read, write
 from kvpool.testing.slow_store import FaultyStore
 from kvpool.tiers.dram import DramTier
@@ -149,7 +150,7 @@ def test_a_stack_full_of_pins_refuses_at_once_while_the_disk_hangs(stack: StackT
 def test_a_disk_that_fails_is_tried_again(stack: StackTier) -> None:
     disk(stack).failing.set()
     put(stack, range(4))
-    until(lambda: stack.counts().flush.failures > 0)
+    until(lambda: stack.counts().flush.failed > 0)
     assert stack.counts().flush.flushed == 0
     disk(stack).failing.clear()
     flushed(stack)
@@ -201,8 +202,8 @@ def test_a_block_that_turned_bad_in_dram_does_not_get_to_the_disk(stack: StackTi
     put(stack, range(1, 3))
     slots = stack.fast.hold(keys(1))
     view = stack.fast.view(slots, writable=False)
-    stored = view.base + int(view.block_ids[0]) * view.block_stride
-    np.ctypeslib.as_array((np.ctypeslib.ctypes.c_uint8 * 1).from_address(stored))[0] ^= 1
+    at = view.base + int(view.block_ids[0]) * view.block_stride
+    Span(at, BLOCK, view.owner).view()[0] ^= 1
     stack.fast.unpin(slots)
     disk(stack).open_gate.set()
     flushed(stack)
@@ -315,7 +316,7 @@ def test_nothing_is_evicted_in_the_background_before_it_is_below(tmp_path: Path)
     with open_stack(tmp_path, limits) as stack:
         disk(stack).failing.set()
         put(stack, range(6))
-        until(lambda: stack.counts().flush.failures > 1)
+        until(lambda: stack.counts().flush.failed > 6)
         assert stack.stats().ready == 6
         disk(stack).failing.clear()
         flushed(stack)
@@ -372,9 +373,10 @@ def test_close_ends_a_hanging_flush_and_later_calls_say_closed(tmp_path: Path) -
     until(lambda: disk(stack).waiting == 1)
     stack.close()
     stack.close()
-    for call in (lambda: stack.match(b""), lambda: stack.promote(key(0), wait_s=1.0)):
-        with pytest.raises(ClosedError):
-            call()
+    with pytest.raises(ClosedError):
+        stack.match(b"")
+    with pytest.raises(ClosedError):
+        stack.promote(key(0), wait_s=1.0)
     disk(stack).open_gate.set()
 
 
