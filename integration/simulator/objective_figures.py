@@ -8,7 +8,14 @@ from typing import Final
 
 from kvpool.integration.conductor.snapshot import Objectives
 from kvpool.integration.simulator.figure import Chart, Check, Figure, Series
-from kvpool.integration.simulator.suite import CLUSTER, OBJECTIVES, SYNTHETIC, Scenario, Suite
+from kvpool.integration.simulator.suite import (
+    CLUSTER,
+    OBJECTIVES,
+    SYNTHETIC,
+    UNTOLD_SPLIT,
+    Scenario,
+    Suite,
+)
 
 _TBTS_S: Final = (0.1, 0.2, 0.3)
 _FIG6: Final = {"conversation": (0.966, 1.0, 1.0), "synthetic": (0.996, 1.0, 1.0)}
@@ -35,7 +42,7 @@ def figure6(suite: Suite) -> Figure:
     checks: list[Check] = []
     charts: list[Chart] = []
     for trace in suite.traces:
-        outcome = suite.run(Scenario(trace=trace), f"fig6 {trace}")
+        outcome = suite.run(Scenario(trace=trace, cluster=UNTOLD_SPLIT), f"fig6 {trace}")
         shares = [outcome.effective_share(replace(OBJECTIVES, tbt_s=tbt_s)) for tbt_s in _TBTS_S]
         printed = _FIG6.get(trace)
         vllm = _FIG6_VLLM.get(trace)
@@ -57,7 +64,7 @@ def figure6(suite: Suite) -> Figure:
             series.append(Series(name="vLLM, printed", xs=names, ys=vllm, printed=True))
         charts.append(
             Chart(
-                title=f"{trace} trace, 8P + 8D",
+                title=f"{trace} trace, 7P + 9D",
                 kind="bars",
                 x_label="TBT objective",
                 y_label="share inside TTFT 30 s and TBT",

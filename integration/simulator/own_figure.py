@@ -24,9 +24,10 @@ from kvpool.integration.simulator.suite import (
 
 _PAPERS_SHARE: Final = 0.9
 _WAYS: Final[tuple[Admission, ...]] = ("baseline", "early", "predicted")
-# The load is looked for between these speeds, to this part.
-_SPEEDS: Final = (1.0, 3.0)
-_STEPS: Final = 5
+# The load is looked for between these speeds, to 6 %, with the two ways that serve most.
+_SPEEDS: Final = (1.1, 2.6)
+_STEPS: Final = 4
+_SEARCHED: Final[tuple[Admission, ...]] = ("baseline", "early")
 
 
 def own(suite: Suite) -> Figure:
@@ -64,7 +65,7 @@ def own(suite: Suite) -> Figure:
         rows=rows,
         charts=charts,
         checks=checks,
-        text="At the speed where the best of the papers' three ways to reject serves 90 % of the "
+        text="At the speed where the better of the papers' two best ways to reject still serves 90 % of the "
         "second half inside TTFT 30 s and TBT 0.1 s. Ours was tuned on the first half only. What "
         "it does: a request that finds decode full waits for its turn while its TTFT objective "
         "allows (patience), decode batches take no more than TBT allows, and prefill weighs its "
@@ -104,9 +105,9 @@ def _load_of_the_papers(suite: Suite, trace: str, half: Half) -> tuple[Admission
         label = f"own {trace} looking for the load, {step + 1} of {_STEPS}"
         shares: dict[Admission, float] = {
             way: suite.run(_papers(trace, way, speed, half), label).effective_share(OBJECTIVES)
-            for way in _WAYS
+            for way in _SEARCHED
         }
-        way = max(_WAYS, key=shares.__getitem__)
+        way = max(_SEARCHED, key=shares.__getitem__)
         if shares[way] >= _PAPERS_SHARE:
             slow, best = speed, way
         else:
