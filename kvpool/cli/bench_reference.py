@@ -26,6 +26,8 @@ _NATIVE: Final = _ROOT / "native"
 # What a program may include of the engine.
 _HEADERS: Final = sorted((_NATIVE / "src").glob("*.h"))
 _BUILT: Final = _ROOT / "build" / "reference"
+# Where a benchmark of a disk puts its files.
+BENCH_FOLDER: Final = _ROOT / "build" / "bench"
 _CPUS: Final = Path("/sys/devices/system/cpu")
 _ROTATE_BYTES_MIN: Final = 128 << 20
 # Samples of each way to copy before the quicker one is chosen; the best is the ceiling.

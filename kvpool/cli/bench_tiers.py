@@ -15,6 +15,7 @@ import numpy as np
 from kvpool.arena import Arena
 from kvpool.base import Chain
 from kvpool.block import BlockLayout, Namespace, new_incarnation
+from kvpool.cli import bench_ssd
 from kvpool.cli.bench import Case, Sides, Timer
 from kvpool.cli.bench_reference import CopyReference, Spans, rotate_bytes
 from kvpool.config import PoolConfig
@@ -32,7 +33,7 @@ _LAYERS: Final = {"2MiB": 32, "256KiB": 4}
 
 def cases(quick: bool) -> list[Case]:
     """Return the rows of this subject."""
-    return [
+    dram = [
         Case(
             name=f"tiers.dram.{job}.{size}",
             unit="GB/s",
@@ -42,6 +43,7 @@ def cases(quick: bool) -> list[Case]:
         for job in ("load", "store")
         for size, layers in _LAYERS.items()
     ]
+    return dram + bench_ssd.cases(quick)
 
 
 @contextmanager

@@ -138,7 +138,8 @@ struct kvp_ssd {
     size_t fd_count; /* of the segments */
     size_t opened;   /* all: behind them the intent file, and the lock */
     int *fds;
-    uint8_t *buffers;
+    uint8_t *map, *buffers;
+    size_t waiting_for_touch; /* callers that give up, and wait until nobody touches their memory */
     slot_life *settled; /* room for 4 a thread */
     worker workers[];
 };

@@ -17,7 +17,7 @@
 
 #include "kvpool_ssd.h"
 
-enum { THREADS_MAX = 256 };
+enum { THREADS_MAX = 256, HUGE_PAGE_BYTES = 2 << 20 };
 
 size_t kvp_ssd_settled_max(const kvp_ssd *ssd)
 {
@@ -72,12 +72,17 @@ static void tell(kvp_ssd *ssd, worker *self, kvp_slot_result result, int error)
         ssd->settled[ssd->settled_count++] = (slot_life){self->name.slot, self->name.generation};
 }
 
+static size_t buffers_bytes(const kvp_ssd *ssd)
+{
+    return ssd->geometry.threads * ssd->geometry.slot_bytes + HUGE_PAGE_BYTES;
+}
+
 static void release(kvp_ssd *ssd)
 {
     for (size_t i = 0; i < ssd->opened; i++)
         close(ssd->fds[i]);
-    if (ssd->buffers != NULL)
-        munmap(ssd->buffers, ssd->geometry.threads * ssd->geometry.slot_bytes);
+    if (ssd->map != NULL)
+        munmap(ssd->map, buffers_bytes(ssd));
     pthread_cond_destroy(&ssd->work);
     pthread_cond_destroy(&ssd->ended);
     pthread_mutex_destroy(&ssd->mutex);
@@ -134,6 +139,7 @@ static void give_up(kvp_ssd *ssd, batch *mine)
             ssd->last = before;
         break;
     }
+    ssd->waiting_for_touch++;
     for (size_t i = 0; i < ssd->geometry.threads; i++) {
         worker *other = &ssd->workers[i];
         while (other->batch == mine && other->touching)
@@ -145,6 +151,7 @@ static void give_up(kvp_ssd *ssd, batch *mine)
         ssd->blocking += other->kind == INTENT || other->kind == ERASE;
         mine->results[other->index] = KVP_SLOT_LATE;
     }
+    ssd->waiting_for_touch--;
 }
 
 kvp_status kvp_ssd_run(kvp_ssd *ssd, batch *mine, const struct timespec *deadline)
@@ -158,7 +165,11 @@ kvp_status kvp_ssd_run(kvp_ssd *ssd, batch *mine, const struct timespec *deadlin
     else
         ssd->last->later = mine;
     ssd->last = mine;
-    pthread_cond_broadcast(&ssd->work);
+    if (mine->count >= ssd->geometry.threads)
+        pthread_cond_broadcast(&ssd->work);
+    else
+        for (size_t i = 0; i < mine->count; i++)
+            pthread_cond_signal(&ssd->work);
     int waited = 0;
     while (mine->ended < mine->count && waited == 0)
         waited = pthread_cond_timedwait(&ssd->ended, &ssd->mutex, deadline);
@@ -167,6 +178,21 @@ kvp_status kvp_ssd_run(kvp_ssd *ssd, batch *mine, const struct timespec *deadlin
     const bool whole = mine->ended == mine->count;
     pthread_mutex_unlock(&ssd->mutex);
     return whole ? KVP_OK : KVP_TIMEOUT;
+}
+
+/* Staging buffers from a huge page's boundary on, in huge pages where the system has them: the
+ * kernel pins memory for direct I/O page by page. Null if there is no memory. */
+static uint8_t *map_buffers(kvp_ssd *ssd)
+{
+    void *map = mmap(NULL, buffers_bytes(ssd), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
+                     -1, 0);
+    if (map == MAP_FAILED)
+        return NULL;
+    ssd->map = map;
+    madvise(map, buffers_bytes(ssd), MADV_HUGEPAGE);
+    uint8_t *first = ssd->map + (HUGE_PAGE_BYTES - (uintptr_t)map % HUGE_PAGE_BYTES);
+    memset(first, 0, ssd->geometry.threads * ssd->geometry.slot_bytes); /* touched now, not later */
+    return first;
 }
 
 /* Take one more descriptor for `release` to close; false if there is none. */
@@ -229,9 +255,7 @@ kvp_status kvp_ssd_open(const kvp_ssd_geometry *geometry, const int *fds, size_t
     ssd->settled = calloc(kvp_ssd_settled_max(ssd), sizeof *ssd->settled);
     ssd->fds = malloc((fd_count + 2) * sizeof *ssd->fds);
     ssd->fd_count = fd_count;
-    void *buffers = mmap(NULL, threads * geometry->slot_bytes, PROT_READ | PROT_WRITE,
-                         MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
-    ssd->buffers = buffers == MAP_FAILED ? NULL : buffers;
+    ssd->buffers = map_buffers(ssd);
     bool whole = ssd->settled != NULL && ssd->fds != NULL && ssd->buffers != NULL;
     for (size_t i = 0; whole && i < fd_count; i++)
         whole = duplicate(ssd, fds[i]);

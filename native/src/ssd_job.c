@@ -74,7 +74,8 @@ static void stop_touching(worker *self)
 {
     pthread_mutex_lock(&self->ssd->mutex);
     self->touching = false;
-    pthread_cond_broadcast(&self->ssd->ended);
+    if (self->ssd->waiting_for_touch > 0)
+        pthread_cond_broadcast(&self->ssd->ended);
     pthread_mutex_unlock(&self->ssd->mutex);
 }
 

@@ -100,7 +100,7 @@ def read(tier: SsdTier, first: int, count: int) -> int:
 
 
 def test_killed_at_any_point(tmp_path: Path, count: Count) -> None:
-    for seed in range(count(4, 160)):
+    for seed in range(count(4, 200)):
         folder, slots = tmp_path / str(seed), TIGHT if seed % 2 else ROOMY
         check(folder, slots, run_until_killed(folder, seed, slots))
 
