@@ -52,7 +52,7 @@ def figure9(suite: Suite) -> Figure:
             zip((tokens // BLOCK_TOKENS for tokens in _TOKENS), _FIG9.get(trace, ()), strict=False)
         )
         whole = len(requests) == _REFERENCE_REQUESTS.get(trace)
-        reference = dict(zip(_BLOCKS, _REFERENCE[trace], strict=True)) if whole else {}
+        reference = dict[int, float](zip(_BLOCKS, _REFERENCE[trace] if whole else (), strict=False))
         for blocks, rate in found.items():
             tokens = blocks * BLOCK_TOKENS
             rows.append([trace, tokens, blocks, rate, reference.get(blocks), printed.get(blocks)])
