@@ -8,7 +8,7 @@ live Conductor and the simulator, from one thread.
 
 from bisect import bisect_left, insort
 from dataclasses import dataclass, fields
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import numpy as np
 
@@ -280,16 +280,13 @@ def _take(ascending: list[float], moment_s: float) -> None:
 
 
 def _empty(kind: type[_Columns]) -> _Columns:
-    dtypes = {"alive": np.bool_, "link_bytes_per_s": np.float64}
-    return kind(
-        *(
-            np.zeros(
-                0,
-                dtype=dtypes.get(field.name, np.float64 if field.name.endswith("_s") else np.int64),
-            )
-            for field in fields(kind)
-        )
-    )
+    columns: list[Any] = [
+        np.zeros(0, dtype=np.float64 if field.name.endswith("_s") else np.int64)
+        for field in fields(kind)
+    ]
+    if kind is Nodes:
+        columns[0] = np.zeros(0, dtype=np.bool_)
+    return kind(*columns)
 
 
 def _append(columns: _Columns, **row: float) -> _Columns:
