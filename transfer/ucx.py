@@ -14,6 +14,7 @@ import logging
 import mmap
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
@@ -75,6 +76,29 @@ def parse_address(address: str) -> tuple[str, int]:
 def format_address(host: str, port: int) -> str:
     """Return the address that ``parse_address`` reads."""
     return f"{SCHEME}[{host}]:{port}" if ":" in host else f"{SCHEME}{host}:{port}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UcxTrace:
+    """How bytes went.
+
+    Attributes:
+        put: How libucp describes a put of 64 KiB or more: "put from host memory length 65536
+            zero-copy tcp/lo". Empty until one had to wait; reads are puts of their owner.
+        lanes: Transport and device of each lane of the open connections.
+        puts, put_bytes: How many, all connections since the start.
+        coalesced: Spans that went in one put with the span before them.
+    """
+
+    put: str
+    lanes: tuple[str, ...]
+    puts: int
+    put_bytes: int
+    coalesced: int
+
+    def zero_copy(self) -> bool | None:
+        """Say whether bulk is put without a copy in between; None: nothing was put yet."""
+        return "zero-copy" in self.put if self.put else None
 
 
 class UcxTransport(Transport):
@@ -238,6 +262,24 @@ class UcxTransport(Transport):
             endpoint.close()
             raise
         return endpoint
+
+    def trace(self) -> UcxTrace:
+        """Return which operations of UCX carried what has moved so far.
+
+        Raises ClosedError: The transport is closed.
+        """
+        with self._lock:
+            connections = [endpoint.connection.id for endpoint in self._endpoints]
+        counts = self._engine.counts()
+        return UcxTrace(
+            put=self._engine.put_protocol(),
+            lanes=tuple(
+                sorted({lane for each in connections for lane in self._engine.lanes(each)})
+            ),
+            puts=counts["puts"],
+            put_bytes=counts["put_bytes"],
+            coalesced=counts["coalesced"],
+        )
 
     def put_protocol(self) -> str:
         """Return how libucp carries puts, in its words; empty until one has had to wait."""

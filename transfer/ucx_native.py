@@ -36,6 +36,7 @@ COUNTERS: Final = (
     "wakeups",
     "puts",
     "put_bytes",
+    "coalesced",
     "strangers_reset",
 )
 # How often strangers at the listener are looked for: longer than a busy machine starves a thread.
@@ -133,6 +134,13 @@ class NativeEngine:
         with self._lock:
             lib.kvp_ucx_put_protocol(self._live(), text, len(text))
         return text_of(text)
+
+    def lanes(self, connection_id: int) -> tuple[str, ...]:
+        """Return the lanes that libucp chose for a connection, such as "tcp/eth0"; none if closed."""
+        text = ffi.new("char[128]")
+        with self._lock:
+            lib.kvp_ucx_lanes(self._live(), connection_id, text, len(text))
+        return tuple(text_of(text).split())
 
     def counts(self) -> dict[str, int]:
         """Return the engine's counters: slots and batches in use, wake-ups, puts, bytes, version."""

@@ -90,6 +90,7 @@ typedef struct {
     uint64_t wakeups; /* times the progress thread left its sleep */
     uint64_t puts;
     uint64_t put_bytes;
+    uint64_t coalesced; /* spans that went in one put with the span before them */
     /* Connections to the listener whose bytes libucp had left unread for look_ns, and that were
      * reset for it: what they said was no UCX, and a thread of libucp would spin over it for ever. */
     uint64_t strangers_reset;
@@ -163,6 +164,8 @@ void kvp_ucx_wake_events(kvp_ucx *engine);
 /* How libucp described the latest put that did not complete at once ("zero-copy ..."), as a string.
  * KVP_MISS: every put completed at once so far. For tests and `kvpool doctor`. */
 kvp_status kvp_ucx_put_protocol(kvp_ucx *engine, char *text, size_t text_size);
+/* The lanes that libucp chose for an endpoint, "tcp/eth0 tcp/eth1"; KVP_CLOSED: it is not open. */
+kvp_status kvp_ucx_lanes(kvp_ucx *engine, uint64_t endpoint, char *text, size_t text_size);
 void kvp_ucx_count(kvp_ucx *engine, kvp_ucx_counts *out);
 /* The latest warning of the library in this process, and how many there were. */
 uint64_t kvp_ucx_last_warning(char *text, size_t text_size);

@@ -49,6 +49,7 @@ enum {
     UCX_OP_USER_DATA = 1 << 2,
     UCX_OP_FLAGS = 1 << 4
 };
+enum { UCX_EP_ATTR_TRANSPORTS = 1 << 3 };
 enum { UCX_REQUEST_INFO = 1 << 0, UCX_REQUEST_INFO_SIZE = 1 << 1 };
 enum { UCX_LOG_FATAL = 0, UCX_LOG_WARN = 2 };
 enum { UCX_LOG_STOP = 0, UCX_LOG_CONTINUE = 1 };
@@ -148,6 +149,23 @@ typedef struct {
     ucx_status status;
     int mem_type;
 } ucx_request_attr;
+
+typedef struct {
+    const char *transport;
+    const char *device;
+} ucx_lane;
+
+typedef struct {
+    uint64_t field_mask;
+    char name[32];
+    struct sockaddr_storage local;
+    struct sockaddr_storage remote;
+    struct {
+        ucx_lane *entries;
+        unsigned count; /* in: room; out: how many there are */
+        size_t entry_size;
+    } lanes;
+} ucx_ep_attr;
 
 typedef struct {
     uint64_t recv_attr;

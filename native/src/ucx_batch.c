@@ -8,8 +8,10 @@
 
 /* A put sends while it is posted, until the socket is full. One slice bounds how long that keeps
  * other endpoints waiting (1 MiB: up to 0.3 ms over loopback). The library queues what the socket does
- * not take; more than a few waiting puts gain nothing and cost memory at a peer that does not read. */
-enum { SLICE_BYTES = 1 << 20, WAITING_PUTS_MAX = 32 };
+ * not take; more than a few waiting puts gain nothing and cost memory at a peer that does not read.
+ * No put is larger than a slice, so at most 32 MiB of an endpoint are in flight. Small puts are copied
+ * by every version: they say nothing of how bulk travels. */
+enum { SLICE_BYTES = 1 << 20, WAITING_PUTS_MAX = 32, DESCRIBED_BYTES_MIN = 1 << 16 };
 
 void kvp_batch_queue(kvp_batch *batch)
 {
@@ -144,6 +146,30 @@ static void describe_put(kvp_ucx *engine, void *request)
     }
 }
 
+/* The next put: what is left of a span, with those behind it that go on where it ends on both sides,
+ * and none larger than a slice. Returns how many spans it ends. */
+static size_t next_put(const kvp_batch *batch, kvp_ucx_span *put)
+{
+    const kvp_ucx_span *span = &batch->spans[batch->posted];
+    *put = (kvp_ucx_span){span->local + batch->part, span->size - batch->part,
+                          span->remote_offset + batch->part};
+    size_t ended = 1;
+    while (put->size < SLICE_BYTES && batch->posted + ended < batch->count) {
+        const kvp_ucx_span *next = &batch->spans[batch->posted + ended];
+        if (next->local != put->local + put->size || next->size > SLICE_BYTES - put->size ||
+            next->remote_offset != put->remote_offset + put->size) {
+            break;
+        }
+        put->size += next->size;
+        ended++;
+    }
+    if (put->size > SLICE_BYTES) {
+        put->size = SLICE_BYTES;
+        ended = 0;
+    }
+    return ended;
+}
+
 static bool post_slice(kvp_endpoint *endpoint)
 {
     kvp_ucx *engine = endpoint->engine;
@@ -153,28 +179,32 @@ static bool post_slice(kvp_endpoint *endpoint)
         .cb = put_back,
         .user_data = batch,
     };
-    uint64_t bytes = 0;
-    size_t before = batch->posted;
+    uint64_t bytes = 0, puts = 0, coalesced = 0;
     while (batch->posted < batch->count && bytes < SLICE_BYTES &&
            endpoint->waiting_puts < WAITING_PUTS_MAX) {
-        const kvp_ucx_span *span = &batch->spans[batch->posted];
-        void *request = engine->ucp->put_nbx(endpoint->ep, (const void *)(uintptr_t)span->local,
-                                             span->size, endpoint->peer_inbox + span->remote_offset,
+        kvp_ucx_span put;
+        size_t ended = next_put(batch, &put);
+        void *request = engine->ucp->put_nbx(endpoint->ep, (const void *)(uintptr_t)put.local,
+                                             put.size, endpoint->peer_inbox + put.remote_offset,
                                              endpoint->rkey, &param);
         if (!accepted(batch, request)) {
             return true;
         }
         if (request != NULL) {
             endpoint->waiting_puts++;
-            if (engine->put_protocol[0] == '\0') {
+            if (engine->put_protocol[0] == '\0' && put.size >= DESCRIBED_BYTES_MIN) {
                 describe_put(engine, request);
             }
         }
-        batch->posted++;
-        bytes += span->size;
+        batch->posted += ended;
+        batch->part = ended == 0 ? batch->part + put.size : 0;
+        coalesced += ended > 1 ? ended - 1 : 0;
+        bytes += put.size;
+        puts++;
     }
     atomic_fetch_add_explicit(&engine->put_bytes, bytes, memory_order_relaxed);
-    atomic_fetch_add_explicit(&engine->puts, batch->posted - before, memory_order_relaxed);
+    atomic_fetch_add_explicit(&engine->puts, puts, memory_order_relaxed);
+    atomic_fetch_add_explicit(&engine->coalesced, coalesced, memory_order_relaxed);
     return bytes != 0;
 }
 

@@ -18,6 +18,8 @@
 enum {
     KVP_PENDING_CONNECTIONS_MAX = 64, /* accepted by UCX, not yet by the progress thread */
     KVP_PROTOCOL_TEXT_MAX = 256,
+    KVP_LANES_TEXT_MAX = 128,
+    KVP_LANES_MAX = 16,
     KVP_REGIONS_MAX = 64,
     KVP_REGION_CRCS = 1 << 16, /* checksums of one slot, at most */
     KVP_STRANGERS_MAX = 64 /* that are looked at a second time */
@@ -36,6 +38,7 @@ struct kvp_batch {
     const kvp_ucx_span *spans;
     size_t count;
     size_t posted;
+    uint64_t part; /* bytes of the span behind those that are posted too */
     size_t pending; /* requests of this batch that libucp still holds */
     uint64_t deadline_ns;
     uint64_t cookie;
@@ -119,6 +122,7 @@ struct kvp_endpoint {
     uint64_t notes_submitted;
     uint64_t notes_credited; /* the peer has taken so many of them */
     uint64_t note_window;
+    char lanes[KVP_LANES_TEXT_MAX]; /* transport/device of each lane */
     /* Between our reader and the progress thread. */
     atomic_uint_fast64_t notes_taken;
     atomic_size_t windows_free, windows_owed;
@@ -201,7 +205,7 @@ struct kvp_ucx {
     char put_protocol[KVP_PROTOCOL_TEXT_MAX];
     /* Shared without the lock. */
     atomic_uint_fast64_t orders; /* counts what other threads asked for */
-    atomic_uint_fast64_t wakeups, puts, put_bytes, strangers_reset;
+    atomic_uint_fast64_t wakeups, puts, put_bytes, coalesced, strangers_reset;
     kvp_region regions[KVP_REGIONS_MAX]; /* written once each, before region_count says so */
     atomic_size_t region_count;
     size_t window; /* bytes of one; 0 without an inbox */

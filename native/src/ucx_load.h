@@ -29,6 +29,7 @@
     X(ucx_status, ep_create, (ucx_worker * worker, const ucx_ep_params *params, ucx_ep **out))       \
     X(void *, ep_close_nbx, (ucx_ep * ep, const ucx_request_param *param))                         \
     X(void *, ep_flush_nbx, (ucx_ep * ep, const ucx_request_param *param))                         \
+    X(ucx_status, ep_query, (ucx_ep * ep, ucx_ep_attr *attr))                                        \
     X(ucx_status, ep_rkey_unpack, (ucx_ep * ep, const void *packed, ucx_rkey **out))                 \
     X(void, rkey_destroy, (ucx_rkey * rkey))                                                       \
     X(ucx_status, mem_map, (ucx_context * context, const ucx_map_params *params, ucx_memory **out))  \

@@ -111,6 +111,28 @@ static kvp_status judge(const kvp_endpoint *endpoint)
     return KVP_OK;
 }
 
+static void find_lanes(kvp_endpoint *endpoint, char *text, size_t size)
+{
+    ucx_lane lanes[KVP_LANES_MAX];
+    ucx_ep_attr attr = {
+        .field_mask = UCX_EP_ATTR_TRANSPORTS,
+        .lanes = {lanes, KVP_LANES_MAX, sizeof(lanes[0])},
+    };
+    text[0] = '\0';
+    if (endpoint->engine->ucp->ep_query(endpoint->ep, &attr) != UCX_OK) {
+        return;
+    }
+    size_t used = 0;
+    for (unsigned i = 0; i < attr.lanes.count && i < KVP_LANES_MAX && used < size; i++) {
+        if (lanes[i].device[0] == '\0') {
+            continue; /* the lane that only makes the connection */
+        }
+        int more = snprintf(text + used, size - used, "%s%s/%s", used == 0 ? "" : " ",
+                            lanes[i].transport, lanes[i].device);
+        used += more > 0 ? (size_t)more : size;
+    }
+}
+
 static void open_endpoint(kvp_endpoint *endpoint)
 {
     kvp_ucx *engine = endpoint->engine;
@@ -141,7 +163,10 @@ static void open_endpoint(kvp_endpoint *endpoint)
         .peer_inbox_bytes = hello->inbox_bytes,
     };
     memcpy(event.peer, hello->incarnation, KVP_INCARNATION_BYTES);
+    char lanes[KVP_LANES_TEXT_MAX];
+    find_lanes(endpoint, lanes, sizeof(lanes));
     pthread_mutex_lock(&engine->lock);
+    memcpy(endpoint->lanes, lanes, sizeof(lanes));
     endpoint->state = SLOT_OPEN;
     endpoint->peer_inbox_bytes = hello->inbox_bytes;
     endpoint->note_window = hello->note_window;

@@ -370,6 +370,19 @@ kvp_status kvp_ucx_put_protocol(kvp_ucx *engine, char *text, size_t text_size)
     return known ? KVP_OK : KVP_MISS;
 }
 
+kvp_status kvp_ucx_lanes(kvp_ucx *engine, uint64_t endpoint, char *text, size_t text_size)
+{
+    if (engine->pid != getpid()) {
+        return KVP_CLOSED;
+    }
+    pthread_mutex_lock(&engine->lock);
+    const kvp_endpoint *slot = lookup(engine, endpoint);
+    bool open = slot != NULL && slot->state == SLOT_OPEN;
+    snprintf(text, text_size, "%s", open ? slot->lanes : "");
+    pthread_mutex_unlock(&engine->lock);
+    return open ? KVP_OK : KVP_CLOSED;
+}
+
 void kvp_ucx_count(kvp_ucx *engine, kvp_ucx_counts *out)
 {
     if (engine->pid != getpid()) {
@@ -387,6 +400,7 @@ void kvp_ucx_count(kvp_ucx *engine, kvp_ucx_counts *out)
         .wakeups = atomic_load(&engine->wakeups),
         .puts = atomic_load(&engine->puts),
         .put_bytes = atomic_load(&engine->put_bytes),
+        .coalesced = atomic_load(&engine->coalesced),
         .strangers_reset = atomic_load(&engine->strangers_reset),
     };
     pthread_mutex_unlock(&engine->lock);

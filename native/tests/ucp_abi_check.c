@@ -37,6 +37,11 @@ SAME(UCX_LISTENER_ATTR_SOCKADDR, UCP_LISTENER_ATTR_FIELD_SOCKADDR);
 SAME(sizeof(ucx_listener_attr), sizeof(ucp_listener_attr_t));
 FIELD(ucx_listener_attr, sockaddr, ucp_listener_attr_t, sockaddr);
 
+SAME(UCX_EP_ATTR_TRANSPORTS, UCP_EP_ATTR_FIELD_TRANSPORTS);
+FIELD(ucx_ep_attr, lanes, ucp_ep_attr_t, transports);
+SAME(offsetof(ucx_ep_attr, lanes.count), offsetof(ucp_ep_attr_t, transports.num_entries));
+SAME(offsetof(ucx_ep_attr, lanes.entry_size), offsetof(ucp_ep_attr_t, transports.entry_size));
+SAME(sizeof(ucx_lane), sizeof(ucp_transport_entry_t));
 SAME(UCX_EP_ERR_MODE, UCP_EP_PARAM_FIELD_ERR_HANDLING_MODE);
 SAME(UCX_EP_ERR_HANDLER, UCP_EP_PARAM_FIELD_ERR_HANDLER);
 SAME(UCX_EP_SOCK_ADDR, UCP_EP_PARAM_FIELD_SOCK_ADDR);
@@ -121,6 +126,7 @@ _Static_assert(UCX_API_MINOR <= UCP_API_MINOR, "the headers are older than the A
 #define ucx_map_params ucp_mem_map_params_t
 #define ucx_request_param ucp_request_param_t
 #define ucx_request_attr ucp_request_attr_t
+#define ucx_ep_attr ucp_ep_attr_t
 #include "../src/ucx_load.h"
 #define COMPATIBLE(result, name, arguments)                                                        \
     _Static_assert(__builtin_types_compatible_p(__typeof__(ucp_##name), result arguments),         \

@@ -121,6 +121,35 @@ static void test_wake(side *it)
     CHECK(kvp_ucx_next_event(it->engine, 0, &event) == KVP_MISS);
 }
 
+/* Neighbours go in one put, up to 1 MiB, and a larger span in several: always all of it. */
+static void test_neighbours(side *server, side *client, uint64_t endpoint, const uint8_t *inbox,
+                            uint8_t *local)
+{
+    /* Neighbours go in one put, up to 1 MiB, and a larger span goes in several: always all of it. */
+    kvp_ucx_counts before, after;
+    kvp_ucx_count(client->engine, &before);
+    for (size_t i = 0; i < PART; i++) {
+        local[i] = (uint8_t)(i * 31 + i / 251);
+    }
+    kvp_ucx_span near[10] = {{(uintptr_t)local, (3 << 20) + 7, 0}};
+    uint64_t at = near[0].size;
+    for (size_t i = 1; i < 10; i++) {
+        near[i] = (kvp_ucx_span){(uintptr_t)local + at, 1000, at};
+        at += 1000;
+    }
+    CHECK(kvp_ucx_put(client->engine, endpoint, near, 10, (const uint8_t *)"n", 1, 10 * SECOND, 5) ==
+          KVP_OK);
+    next(server, KVP_UCX_ARRIVED);
+    CHECK(next(client, KVP_UCX_BATCH).status == KVP_OK);
+    CHECK(memcmp(inbox, local, at) == 0);
+    kvp_ucx_count(client->engine, &after);
+    CHECK(after.put_bytes - before.put_bytes == at);
+    CHECK(after.puts - before.puts == 4 && after.coalesced - before.coalesced == 9);
+    char lanes[64];
+    CHECK(kvp_ucx_lanes(client->engine, endpoint, lanes, sizeof(lanes)) == KVP_OK);
+    CHECK(strcmp(lanes, "tcp/lo") == 0);
+}
+
 static void test_put(side *server, side *client, uint16_t port)
 {
     uint64_t endpoint = connect_to(client, "127.0.0.1", port, server->incarnation);
@@ -151,6 +180,7 @@ static void test_put(side *server, side *client, uint16_t port)
         kvp_ucx_event done = next(client, KVP_UCX_BATCH);
         CHECK(done.status == KVP_OK && done.cookie == round + 77 && done.endpoint == endpoint);
     }
+    test_neighbours(server, client, endpoint, inbox, local);
     /* Nothing that is wrong reaches the wire. */
     kvp_ucx_span past = {(uintptr_t)local, 2, PART - 1};
     CHECK(kvp_ucx_put(client->engine, endpoint, &past, 1, NULL, 0, SECOND, 1) == KVP_INVALID);
