@@ -94,8 +94,8 @@ def _checks(trace: str, lost: list[int], swings: list[float]) -> list[Check]:
             swings[1] < 0,
         ),
         Check(
-            f"{trace}: prediction damps it: correlation {swings[2]:.2f}",
-            swings[2] > swings[1],
+            f"{trace}: prediction damps it by 0.1 or more: correlation {swings[2]:.2f}",
+            swings[2] >= swings[1] + 0.1,
         ),
     ]
 

@@ -49,9 +49,9 @@ def own(suite: Suite) -> Figure:
             Chart(
                 title=f"{trace}, second half, {speed:.2f} x",
                 kind="bars",
-                x_label="",
+                x_label="setting",
                 y_label="share inside both objectives",
-                series=[Series(name=name, xs=["share"], ys=[shares[name]]) for name in shares],
+                series=[Series(name="second half", xs=list(shares), ys=list(shares.values()))],
             )
         )
     return Figure(

@@ -108,7 +108,7 @@ def drawn(figure: Figure) -> bytes:
     FigureCanvasAgg(canvas)
     # As a constrained layout would, for labels of one line, at a tenth of its time.
     canvas.subplots_adjust(
-        left=0.8 / width, right=1 - 0.2 / width, bottom=0.13, top=0.92, wspace=0.2
+        left=0.8 / width, right=1 - 0.2 / width, bottom=0.2, top=0.92, wspace=0.2
     )
     for index, chart in enumerate(figure.charts):
         _draw(canvas.add_subplot(1, count, index + 1), chart)
@@ -147,7 +147,10 @@ def _draw_bars(axes: Axes, chart: Chart) -> None:
         colour = _PRINTED if series.printed else _COLOURS[index % len(_COLOURS)]
         bars = axes.bar(places, heights, width, label=series.name, color=colour)
         axes.bar_label(bars, fmt="%.3g", fontsize=7)
-    axes.set_xticks(range(len(names)), names)
+    if sum(map(len, names)) > 60:  # too long to stand side by side
+        axes.set_xticks(range(len(names)), names, rotation=20, ha="right", fontsize=8)
+    else:
+        axes.set_xticks(range(len(names)), names)
 
 
 def _draw_lines(axes: Axes, chart: Chart) -> None:
