@@ -213,7 +213,8 @@ class ReadChecks(TransportScene):
         slots = pair.publish(payload(self.layout, 1, seed=19))
         out = np.zeros(100_000, dtype=np.uint8)
         spans = Span.of(out)
-        pairs = [(spans.part(at, 1), named(0, slots), 0) for at in range(len(out))]
+        source = named(0, slots)
+        pairs = [(spans.part(at, 1), source, 0) for at in range(len(out))]
         with pytest.raises(UsageError, match=str(SPANS_MAX)):
             pair.at_reader.read_spans(pairs, WAIT_S)
         assert not out.any()
