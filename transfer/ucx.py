@@ -303,9 +303,17 @@ class UcxTransport(Transport):
         deadline = Deadline(CLOSE_TIMEOUT_S / 2)
         for endpoint in endpoints:
             endpoint.wait_drained(deadline.remaining_s())
+        self._tell_trace()
         self._engine.close()
         with self._lock:
             self._regions = []
+
+    def _tell_trace(self) -> None:
+        trace = self.trace()
+        if trace.puts:
+            logger.info("UCX carried %s", trace)
+        if trace.zero_copy() is False:
+            logger.warning("UCX copied every put: %s; kvpool doctor names the library", trace.put)
 
     def _require_open(self) -> None:
         if self._closed:

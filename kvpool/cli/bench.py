@@ -25,6 +25,7 @@ SUBJECTS: Final = {
     "policy": "kvpool.cli.bench_policy",
     "transfer": "kvpool.cli.bench_transfer",
     "e2e": "kvpool.cli.bench_e2e",
+    "peers": "kvpool.cli.bench_peers",
 }
 TRACED: Final = ("policy",)
 PAIRS: Final = 9

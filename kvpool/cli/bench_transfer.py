@@ -32,20 +32,21 @@ _LAYERS: Final = {"64KiB": 1, "1MiB": 16}
 
 def cases(quick: bool) -> list[Case]:
     """Return the rows of this subject."""
-    pulls = [
+    rows = [
         Case(
             name=f"transfer.host.pull.{name}",
             unit="GB/s",
             reference=f"C copy from the same mapping, {_THREADS} threads",
-            open=partial(_open, layers),
+            open=partial(pulls, layers),
         )
         for name, layers in _LAYERS.items()
     ]
-    return [*pulls, *bench_ucx.cases(quick), *bench_stream.cases(quick)]
+    return [*rows, *bench_ucx.cases(quick), *bench_stream.cases(quick)]
 
 
 @contextmanager
-def _open(layers: int, timer: Timer) -> Generator[Sides, None, None]:
+def pulls(layers: int, timer: Timer) -> Generator[Sides, None, None]:
+    """Set up a row of pulls of blocks of so many layers of 64 KiB."""
     layout = BlockLayout(
         num_layers=layers, kv_heads=8, block_tokens=16, k_dim=128, v_dim=128, dtype="bfloat16"
     )

@@ -122,12 +122,18 @@ def _case(
 class Child:
     """A process that speaks in lines and ends when its standard input does."""
 
-    def __init__(self, stack: ExitStack, *command: str | Path | int) -> None:
+    def __init__(
+        self,
+        stack: ExitStack,
+        *command: str | Path | int,
+        environment: dict[str, str] | None = None,
+    ) -> None:
         self._process = subprocess.Popen(
             [str(word) for word in command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            env=environment,
         )
         stack.callback(self._end)
 

@@ -1,0 +1,129 @@
+"""Rows against other transfer engines: the same job over the same memory, each in its own environment.
+
+A peer is never installed beside kvpool: it runs ``benchmarks/peers/job.py`` with the interpreter of
+``build/peers/NAME``, which whoever measures makes once. Who calls it: ``kvpool bench peers``.
+"""
+
+import os
+from collections.abc import Callable, Generator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+from kvpool.cli.bench import Case, Sides, Timer
+from kvpool.cli.bench_transfer import pulls
+from kvpool.cli.bench_ucx import Child, Reader, Scale, Writer
+from kvpool.errors import UsageError
+
+_ROOT: Final = Path(__file__).resolve().parents[2]
+_JOB: Final = _ROOT / "benchmarks" / "peers" / "job.py"
+_HOMES: Final = _ROOT / "build" / "peers"
+_PACKAGES: Final = {"nixl": "nixl", "mooncake": "mooncake-transfer-engine-non-cuda"}
+_TITLES: Final = {"nixl": "NIXL, UCX", "mooncake": "Mooncake's transfer engine"}
+_SIZE: Final = 1 << 20
+_LAYERS: Final = 16  # of 64 KiB: blocks of 1 MiB
+_STRIDE: Final = 37
+_SAID: Final = "kvpool:"
+# Lines that an engine may say for itself before ours.
+_CHATTER_MAX: Final = 10_000
+
+
+def cases(quick: bool) -> list[Case]:
+    """Return the rows."""
+    scale = Scale.of(quick)
+    return [
+        _case("peers.nixl.tcp.write.1MiB", "nixl", "write", "tcp", _ours_write, scale),
+        _case("peers.nixl.tcp.read.1MiB", "nixl", "read", "tcp", _ours_read, scale),
+        _case("peers.mooncake.tcp.write.1MiB", "mooncake", "write", "tcp", _ours_write, scale),
+        _case("peers.nixl.host.read.1MiB", "nixl", "read", "all", _ours_pull, scale),
+    ]
+
+
+_Ours = Callable[[ExitStack, Scale, Timer], Callable[[], float]]
+
+
+def _case(name: str, peer: str, way: str, tls: str, ours: _Ours, scale: Scale) -> Case:
+    return Case(
+        name=name,
+        unit="GB/s",
+        reference=f"{_TITLES[peer]} over {tls}",
+        open=partial(_open, peer, way, tls, ours, scale),
+        one_process=False,
+    )
+
+
+@contextmanager
+def _open(
+    peer: str, way: str, tls: str, ours: _Ours, scale: Scale, timer: Timer
+) -> Generator[Sides, None, None]:
+    python = interpreter(peer)
+    with ExitStack() as stack:
+        other = _Peer(stack, python, peer, way, tls, scale)
+        yield _Both(ours(stack, scale, timer), other.rate)
+
+
+class _Both:
+    ceiling: float | None = None
+
+    def __init__(self, value: Callable[[], float], reference: Callable[[], float]) -> None:
+        self.value = value
+        self.reference = reference
+
+
+def interpreter(peer: str, homes: Path = _HOMES) -> Path:
+    """Return the Python in which a peer is installed.
+
+    Raises UsageError, with the commands that install it, if there is none.
+    """
+    home = homes / peer
+    python = home / "bin" / "python"
+    if not python.exists():
+        raise UsageError(
+            f"{_TITLES[peer]} is not installed. In the checkout: python3 -m venv {home} &&"
+            f" {home}/bin/pip install {_PACKAGES[peer]} numpy"
+        )
+    return python
+
+
+class _Peer:
+    """Two processes of a peer's engine."""
+
+    def __init__(
+        self, stack: ExitStack, python: Path, peer: str, way: str, tls: str, scale: Scale
+    ) -> None:
+        # Told to the peer alone, in the environment that it is given.
+        environment = os.environ | {"UCX_TLS": tls}
+        size = scale.memory_bytes
+        owner = Child(stack, python, _JOB, peer, "serve", size, environment=environment)
+        where = said(owner, "")
+        self._mover = Child(stack, python, _JOB, peer, "move", size, where, environment=environment)
+        said(self._mover, "")
+        self._count = scale.operation_bytes // _SIZE
+        self._question = f"{way} {_SIZE} {self._count} {_STRIDE}"
+
+    def rate(self) -> float:
+        """Move one operation's bytes; GB/s."""
+        return self._count * _SIZE / float(said(self._mover, self._question)) / 1e9
+
+
+def said(child: Child, question: str) -> str:
+    """Return a job's next answer, whatever its engine prints before."""
+    answer = child.ask(question)
+    for _ in range(_CHATTER_MAX):
+        if answer.startswith(_SAID):
+            return answer.removeprefix(_SAID)
+        answer = child.ask()
+    raise UsageError("the peer's engine talks and does not answer: run it by hand")
+
+
+def _ours_write(stack: ExitStack, scale: Scale, timer: Timer) -> Callable[[], float]:
+    return partial(Writer(stack, _SIZE, scale, timer).rate, scale.operation_bytes // _SIZE)
+
+
+def _ours_read(stack: ExitStack, scale: Scale, timer: Timer) -> Callable[[], float]:
+    return Reader(stack, _LAYERS, scale, timer).rate
+
+
+def _ours_pull(stack: ExitStack, scale: Scale, timer: Timer) -> Callable[[], float]:
+    return stack.enter_context(pulls(_LAYERS, timer)).value
