@@ -93,7 +93,7 @@ class _Bench:
         room.view()[:] = np.random.default_rng(0).bytes(room.size)
         ids = np.arange(self._blocks, dtype=np.uint64)
         self._memory = BlockView.canonical(layout, room.address, self._slot_bytes, ids, room)
-        self._run = compiled_loop()
+        self._run = ctypes.CDLL(str(compiled("ssd"))).reference_ssd
         self._twin = self._open_twin(folder / "twin", slots, undo)
         self._tier = SsdTier(
             folder / "store", layout, slots, threads=_DEPTH, staging_slots=1, timeout_s=_TIMEOUT_S
@@ -178,8 +178,3 @@ def chain_of(number: int, count: int) -> bytes:
     """Return the keys of a made-up chain."""
     names = (number.to_bytes(8, "little") + at.to_bytes(8, "little") for at in range(count))
     return b"".join(BlockHash(sha256(name)) for name in names)
-
-
-def compiled_loop() -> "ctypes._NamedFuncPointer":
-    """Return the reference's function."""
-    return ctypes.CDLL(str(compiled("ssd"))).reference_ssd

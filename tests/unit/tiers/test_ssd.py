@@ -1,0 +1,212 @@
+"""What an SSD tier does beyond the contract: whole blocks in and out, chains that last, what is counted."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from kvpool.errors import (
+    ClosedError,
+    ConfigError,
+    CorruptionError,
+    LayoutMismatchError,
+    UsageError,
+)
+from kvpool.events import BlockEvicted, ListSink
+from kvpool.memory import BlockView, copy_blocks
+from kvpool.testing.blocks import SMALL_LAYOUT, Payload, key, payload, view_of
+from kvpool.tiers.ssd import SsdTier
+from kvpool.tiers.ssd_format import slot_bytes
+
+SLOTS = 8
+WAIT_S = 60.0
+
+
+def open_tier(folder: Path, slots: int = SLOTS, events: ListSink | None = None) -> SsdTier:
+    return SsdTier(
+        folder, SMALL_LAYOUT, slots, threads=3, staging_slots=2, timeout_s=WAIT_S, events=events
+    )
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[SsdTier]:
+    with open_tier(tmp_path) as tier:
+        yield tier
+
+
+def keys_of(*numbers: int) -> bytes:
+    return b"".join(key(number) for number in numbers)
+
+
+def blocks_of(count: int, seed: int = 1) -> Payload:
+    return payload(SMALL_LAYOUT, count, seed)
+
+
+def write(tier: SsdTier, *numbers: int) -> int:
+    source = view_of(SMALL_LAYOUT, blocks_of(len(numbers)))
+    return tier.write(keys_of(*numbers), None, source, deadline_s=WAIT_S)
+
+
+def test_blocks_go_in_and_out_of_any_order_in_memory(tier: SsdTier) -> None:
+    # Token, then head, then layer: nothing is where it is in canonical order.
+    layout, blocks = SMALL_LAYOUT, blocks_of(3)
+    paged = np.zeros((3, layout.block_bytes), dtype=np.uint8)
+    rows = layout.num_layers * layout.kv_heads * (layout.k_row_bytes + layout.v_row_bytes)
+
+    def scattered(memory: Payload) -> BlockView:
+        flat = view_of(layout, memory)
+        return BlockView(
+            layout=layout,
+            base=flat.base,
+            block_stride=layout.block_bytes,
+            layer_stride=layout.kv_heads * (layout.k_row_bytes + layout.v_row_bytes),
+            head_stride=layout.k_row_bytes + layout.v_row_bytes,
+            kv_stride=layout.k_row_bytes,
+            k_token_stride=rows,
+            v_token_stride=rows,
+            block_ids=np.array([2, 0, 1], dtype=np.uint64),
+            owner=flat.owner,
+        )
+
+    crcs = copy_blocks(scattered(paged), view_of(layout, blocks))
+    written = tier.write(keys_of(0, 1, 2), None, scattered(paged), crcs=crcs, deadline_s=WAIT_S)
+    assert written == 3
+    slots = tier.pin(keys_of(0, 1, 2))
+    out = np.zeros_like(blocks)
+    good, found = tier.read(slots, view_of(layout, out), deadline_s=WAIT_S)
+    assert good == 3
+    np.testing.assert_array_equal(out, blocks)
+    np.testing.assert_array_equal(found, crcs)
+    again = np.zeros_like(paged)
+    assert tier.read(slots, scattered(again), deadline_s=WAIT_S)[0] == 3
+    np.testing.assert_array_equal(again, paged)
+    tier.unpin(slots)
+
+
+def test_a_source_that_is_not_what_it_says_is_not_written(tier: SsdTier) -> None:
+    blocks = blocks_of(2)
+    crcs = copy_blocks(view_of(SMALL_LAYOUT, np.zeros_like(blocks)), view_of(SMALL_LAYOUT, blocks))
+    blocks[1, 100] ^= 1
+    source = view_of(SMALL_LAYOUT, blocks)
+    assert tier.write(keys_of(0, 1), None, source, crcs=crcs, deadline_s=WAIT_S) == 1
+    with pytest.raises(CorruptionError):
+        tier.write(key(1), key(0), source.take(1, 2), crcs=crcs[1:], deadline_s=WAIT_S)
+    assert tier.stats().ready == 1
+
+
+def test_only_whole_chains_are_durable(tier: SsdTier) -> None:
+    source = view_of(SMALL_LAYOUT, blocks_of(1))
+    assert tier.write(key(1), key(0), source, deadline_s=WAIT_S) == 1
+    assert tier.durable(key(1)) == 0  # its parent lies elsewhere
+    assert tier.write(key(0), None, source, deadline_s=WAIT_S) == 1
+    assert tier.durable(keys_of(0, 1)) == 2
+    assert tier.durable(key(1)) == 1
+    tier.drop(key(0), "invalid")
+    assert tier.durable(key(1)) == 0
+
+
+def test_a_chain_longer_than_the_tier_keeps_its_beginning(tier: SsdTier) -> None:
+    assert write(tier, *range(SLOTS + 3)) == SLOTS
+    assert tier.durable(keys_of(*range(SLOTS + 3))) == SLOTS
+    assert tier.stats().evictions == 0
+
+
+def test_a_full_tier_evicts_whole_chains_from_their_ends(tmp_path: Path) -> None:
+    events = ListSink()
+    with open_tier(tmp_path, events=events) as tier:
+        assert write(tier, 0, 1, 2, 3) == 4
+        assert write(tier, 10, 11, 12, 13) == 4
+        assert write(tier, 20, 21) == 2
+        assert tier.match(keys_of(0, 1, 2, 3)) == 2
+        assert tier.stats().evictions == 2
+    gone = [event for event in events.events if isinstance(event, BlockEvicted)]
+    assert [(event.tier, event.reason) for event in gone] == [("ssd", "capacity")] * 2
+
+
+def test_pinned_blocks_leave_less_room(tier: SsdTier) -> None:
+    write(tier, 0, 1, 2, 3, 4)
+    slots = tier.pin(keys_of(0, 1, 2, 3, 4))
+    assert write(tier, 10, 11, 12, 13, 14) == 3
+    tier.unpin(slots)
+    assert write(tier, 10, 11, 12, 13, 14) == 5
+
+
+def test_what_is_dropped_and_flushed_does_not_come_back(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    write(tier, 0, 1, 2, 3)
+    tier.drop(key(3), "invalid")
+    assert tier.evict(1) == 1
+    assert tier.ssd_stats().stale == 2
+    assert tier.flush(WAIT_S)
+    assert tier.ssd_stats().stale == 0
+    tier.close()
+    (tmp_path / "index" / "data.mdb").unlink()  # so that only the headers can say
+    with open_tier(tmp_path) as tier:
+        assert tier.recovery.source == "headers"
+        assert [tier.match(key(number)) for number in range(4)] == [1, 1, 0, 0]
+
+
+def test_order_of_use_outlives_the_process_as_order_of_writing(tmp_path: Path) -> None:
+    with open_tier(tmp_path) as tier:
+        for number in range(SLOTS):
+            write(tier, number)
+    with open_tier(tmp_path) as tier:
+        assert tier.recovery.blocks == SLOTS
+        assert tier.evict(3) == 3
+        assert [tier.match(key(number)) for number in range(SLOTS)] == [0] * 3 + [1] * (SLOTS - 3)
+
+
+def test_lives_are_numbered_on_from_run_to_run(tmp_path: Path) -> None:
+    with open_tier(tmp_path) as tier:
+        first = tier.reserve()
+    with open_tier(tmp_path) as tier:
+        assert tier.reserve().generation > first.generation
+
+
+def test_capacity_is_what_the_folder_takes(tmp_path: Path) -> None:
+    slots = SsdTier.slots_in(SMALL_LAYOUT, 1 << 20)
+    with open_tier(tmp_path, slots):
+        taken = sum(path.stat().st_size for path in tmp_path.glob("segment-*"))
+    assert (1 << 20) - slot_bytes(SMALL_LAYOUT) < taken <= 1 << 20
+    with pytest.raises(ConfigError, match="room for one block"):
+        open_tier(tmp_path / "none", SsdTier.slots_in(SMALL_LAYOUT, 100))
+
+
+def test_wrong_arguments(tier: SsdTier) -> None:
+    source = view_of(SMALL_LAYOUT, blocks_of(2))
+    with pytest.raises(UsageError):
+        tier.write(key(0), None, source, deadline_s=WAIT_S)
+    with pytest.raises(UsageError):
+        tier.write(b"short", None, source, deadline_s=WAIT_S)
+    crcs = np.zeros((1, 1, 1), dtype=np.uint32)
+    with pytest.raises(UsageError):
+        tier.write(keys_of(0, 1), None, source, crcs=crcs, deadline_s=WAIT_S)
+    write(tier, 0)
+    slots = tier.pin(key(0))
+    with pytest.raises(UsageError):
+        tier.read(slots, source, deadline_s=WAIT_S)
+    other = type(SMALL_LAYOUT)(num_layers=1, kv_heads=1, block_tokens=16, k_dim=4, v_dim=4)
+    small = np.zeros((1, other.block_bytes), dtype=np.uint8)
+    with pytest.raises(LayoutMismatchError):
+        tier.read(slots, view_of(other, small), deadline_s=WAIT_S)
+    tier.unpin(slots)
+    with pytest.raises(UsageError, match="not pinned"):
+        tier.read(slots, source.take(0, 1), deadline_s=WAIT_S)
+    with pytest.raises(UsageError, match="reason"):
+        tier.drop(key(0), "boredom")
+    assert tier.write(b"", None, source.take(0, 0), deadline_s=WAIT_S) == 0
+
+
+def test_a_closed_tier_says_so(tmp_path: Path) -> None:
+    tier = open_tier(tmp_path)
+    source = view_of(SMALL_LAYOUT, blocks_of(1))
+    tier.close()
+    with pytest.raises(ClosedError):
+        tier.write(key(0), None, source, deadline_s=WAIT_S)
+    with pytest.raises(ClosedError):
+        tier.durable(key(0))
+    with pytest.raises(ClosedError):
+        tier.flush(WAIT_S)
+    with pytest.raises(ClosedError):
+        tier.ssd_stats()
