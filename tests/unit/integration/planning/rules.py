@@ -19,6 +19,7 @@ from tests.unit.integration.planning.own_rules import (
     copies_when_it_is_cheaper,
     long_prompts_wait_less,
     our_own_is_never_later_at_no_price,
+    waits_for_decode_while_ttft_allows,
     work_has_a_price,
 )
 from tests.unit.integration.planning.part_rules import (
@@ -250,7 +251,7 @@ def moves_hot_prefixes(subject: Subject, chance: random.Random) -> None:
 
 
 def meets_objectives_to_the_letter(subject: Subject, chance: random.Random) -> None:
-    """An objective that is just met is met, and one that is just missed rejects, as admission says."""
+    """An objective just met is met, and one just missed rejects, as the admission says."""
     admission = chance.choice(ADMISSIONS)
     scene = draw_scene(chance, admission=admission, slack_exponent=1.0)
     free = decide(subject, scene.changed(objectives=Objectives(ttft_s=INF, tbt_s=INF)))
@@ -389,6 +390,7 @@ RULES: Final[tuple[Rule, ...]] = (
     defines_zero_matches,
     equal_inputs_give_equal_plans,
     long_prompts_wait_less,
+    waits_for_decode_while_ttft_allows,
     work_has_a_price,
     copies_when_it_is_cheaper,
     threshold_is_a_ratio,

@@ -16,6 +16,7 @@ from kvpool.integration.conductor import (
     cluster,
     cost,
     decode_choice,
+    patience,
     planner,
     prefill_choice,
 )
@@ -29,6 +30,7 @@ SHIPPED: tuple[ModuleType, ...] = (
     prefill_choice,
     decode_choice,
     planner,
+    patience,
 )
 
 
@@ -41,6 +43,8 @@ class Subject:
     ProfiledCost: type[cost.ProfiledCost]
     Planner: type[planner.Planner]
     PlannerOptions: type[planner.PlannerOptions]
+    PatientPlanner: type[patience.PatientPlanner]
+    PatienceOptions: type[patience.PatienceOptions]
     draw: Callable[[int, int, int], int]
 
 
@@ -57,6 +61,8 @@ def _subject(modules: Mapping[str, Any]) -> Subject:
         ProfiledCost=modules["cost"].ProfiledCost,
         Planner=modules["planner"].Planner,
         PlannerOptions=modules["planner"].PlannerOptions,
+        PatientPlanner=modules["patience"].PatientPlanner,
+        PatienceOptions=modules["patience"].PatienceOptions,
         draw=modules["prefill_choice"].draw,
     )
 

@@ -42,6 +42,8 @@ EQUIVALENT = {
     ("_write", "mask.bit_count() < _FEW"),
     # Runs that grow more slowly find the same.
     ("match", "size += _RUN_GROWTH"),
+    # Where the two are equal, the wait is 0 either way.
+    ("decode_wait_s", "ahead + 1 < room"),
     # More bytes than a mask needs are zeros, and are cut off.
     ("_write", "(self._node_count + 7) * 8"),
     ("_write", "8"),
