@@ -182,7 +182,7 @@ class PullEndpoint(LinkedEndpoint):
     ) -> Completion[int]:
         """Pull blocks, verified."""
         window = self._window(source.region)
-        pull = BlockPull(window, dest, source, source_layout, dest_layer, crcs)
+        pull = BlockPull(window, dest, source, source_layout, dest_layer, crcs, self._engine.crew)
         return self._submit(pull, deadline_s)
 
     def _submit(self, pull: BlockPull | SpanPull, deadline_s: float) -> Completion[int]:

@@ -22,6 +22,7 @@ from kvpool.errors import (
     TransferTimeoutError,
     UsageError,
 )
+from kvpool.memory import Crew
 
 logger = logging.getLogger(__name__)
 
@@ -104,12 +105,17 @@ def _end_all(reads: list[_Read]) -> None:
 class CopyEngine:
     """A few named threads that copy without the GIL. Safe from any thread.
 
+    Attributes:
+        reads_max: Reads that may be queued.
+        crew: As many threads in C, the caller of a copy included, that share one large copy.
+
     One read is spread over the threads. ``submit`` never waits: beyond ``reads_max`` it refuses.
     One condition guards everything; no callback runs under it.
     """
 
     def __init__(self, name: str, *, threads: int = 2, reads_max: int = 1024) -> None:
         self.reads_max = reads_max
+        self.crew = Crew(max(1, threads))
         self._changed = threading.Condition()
         self._reads: dict[int, _Read] = {}
         self._sweep_at = 0.0

@@ -14,12 +14,12 @@ from kvpool._native import ffi, lib
 from kvpool.arena import Window
 from kvpool.block import BlockLayout
 from kvpool.errors import CorruptionError, LeaseExpiredError, UsageError
-from kvpool.memory import BlockView, Crcs, Span, copy_blocks
+from kvpool.memory import BlockView, Crcs, Crew, Span, copy_blocks
 from kvpool.transfer.base import SPANS_MAX, RemoteSlots
 
-# Bytes between two looks at deadline and cancel: 1 ms of copying by one thread. A batch costs 0.05 ms
-# of Python, under the lock that all threads share: smaller ones keep the threads from each other.
-BATCH_BYTES: Final = 8 << 20
+# Bytes between two looks at deadline and cancel: 2 to 4 ms of copying. A batch costs 0.05 ms of Python
+# and more to wake its thread, so it is large, and a crew in C shares it instead.
+BATCH_BYTES: Final = 32 << 20
 _GENERATION_MAX: Final = 2**64 - 1
 
 
@@ -112,11 +112,13 @@ class BlockPull:
         source_layout: BlockLayout,
         dest_layer: int | None,
         crcs: Crcs | None = None,
+        crew: Crew | None = None,
     ) -> None:
         require_slots(source, window.slot_count)
         window.require_layout(source_layout)
         dest = require_dest(dest, source, source_layout, dest_layer, crcs)
         self._crcs = crcs
+        self._crew = crew
         self._window = window
         self._dest = dest
         self._slots = np.array(source.slots, dtype=np.uint32)
@@ -141,6 +143,7 @@ class BlockPull:
                 self._dest.take(begin, begin + good),
                 self._window.view(self._layout, slots),
                 crcs=crcs[:good],
+                crew=self._crew,
             )
         except CorruptionError as error:
             good = int(str(error.block))

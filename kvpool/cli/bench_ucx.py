@@ -6,6 +6,7 @@ reference does the same puts in C. Who calls it: ``bench_transfer``.
 """
 
 import json
+import signal
 import statistics
 import subprocess
 import sys
@@ -148,7 +149,16 @@ class Child:
             raise InternalError(f"{self._process.args!r} ended")
         return answer.strip()
 
+    def halt(self) -> None:
+        """Stop it where it is, so that it takes no CPU, until ``go_on``."""
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Let a stopped process run."""
+        self._process.send_signal(signal.SIGCONT)
+
     def _end(self) -> None:
+        self.go_on()
         try:
             self._process.communicate(timeout=_TIMEOUT_S)
         except subprocess.TimeoutExpired:
