@@ -18,7 +18,7 @@ DESCRIPTION: Final = (
     "Say how many bytes a token's KV takes, how many blocks a GiB holds, what fits."
 )
 _GIB: Final = 1 << 30
-_PAGE_BYTES: Final = 4096
+_SLOT_ALIGN_BYTES: Final = 4096
 
 
 class _Config(msgspec.Struct):
@@ -57,7 +57,7 @@ class Plan:
 
     def blocks(self, size_bytes: int) -> int:
         """Return how many blocks a DRAM arena of so many bytes holds: slots are whole pages."""
-        return size_bytes // (-(-self.layout.block_bytes // _PAGE_BYTES) * _PAGE_BYTES)
+        return size_bytes // (-(-self.layout.block_bytes // _SLOT_ALIGN_BYTES) * _SLOT_ALIGN_BYTES)
 
 
 def plan_of(folder: Path, block_tokens: int, dtype: str = "") -> Plan:

@@ -212,7 +212,9 @@ class RemotePool(BlockPool):
         self.layout.require_equal(source.layout)
         require_within(first, len(source), len(chain), "a chain")
         if durability != "dram":
-            raise CapacityError("the server has no SSD tier: store with durability 'dram'")
+            raise CapacityError(
+                "a client cannot ask a server for durable stores yet: store with 'dram'"
+            )
         return self._stores.submit(chain, source, first, Deadline(deadline_s))
 
     def stats(self) -> PoolStats:
