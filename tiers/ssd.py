@@ -103,21 +103,24 @@ class SsdTier(Tier):
         self._events: EventSink = events or NullSink()
         self._lock = threading.Lock()
         self._counts = SsdCounts()
-        files = SsdFiles(folder, Geometry.plan(layout, slot_count, segment_bytes))
-        try:
-            self._device: SsdDevice | None = SsdDevice(
+        with contextlib.ExitStack() as undo:
+            files = SsdFiles(folder, Geometry.plan(layout, slot_count, segment_bytes))
+            undo.callback(files.close)
+            superblock = files.superblock
+            device = SsdDevice(
                 files.geometry,
-                files.superblock.store_id,
+                superblock.store_id,
                 files.segments,
                 files.intent,
                 files.lock,
                 threads=threads,
+                close_timeout_s=timeout_s,
             )
-            superblock = files.superblock
             checksum = (superblock.index_crc, superblock.index_bytes)
             self._index = SsdIndex(
                 folder / INDEX_FOLDER, slot_count, checksum if files.clean else None
             )
+            undo.callback(self._index.close, timeout_s)
             self._ledger = Ledger(slot_count, superblock.first_generation)
             self._writer = SsdWriter(
                 folder,
@@ -127,13 +130,11 @@ class SsdTier(Tier):
                 self._tell_evicted,
                 max(1, min(WRITE_SLOTS_MAX, WRITE_BYTES // files.geometry.slot_bytes)),
             )
-            self.recovery = recover(files, self._device, self._ledger, self._index, timeout_s)
-        except BaseException:
-            self._device = None
-            files.close()
-            raise
+            self.recovery = recover(files, device, self._ledger, self._index, timeout_s)
+            self._staging = Staging(layout, staging_slots)
+            undo.pop_all()
         self._files = files
-        self._staging = Staging(layout, staging_slots)
+        self._device: SsdDevice | None = device
         logger.info("%s: %s", folder, self.recovery)
 
     @classmethod

@@ -5,7 +5,11 @@ python -m tests.faults.ssd_scenes SCENE FOLDER
 
 import ctypes
 import errno
+import fcntl
+import gc
+import os
 import sys
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -274,6 +278,35 @@ def a_close_that_hangs(folder: Path) -> None:
     wait_for(opens)
 
 
+def an_open_that_hangs(folder: Path) -> None:
+    """Opening ends in time, leaves no thread of Python's, and works when the disk does."""
+    tier = open_tier(folder)
+    assert write(tier, 0, 4) == 4
+    leave(tier)
+    del tier
+    wait_for(lambda: gc.collect() >= 0 and not locked(folder))
+    threads = {thread.name for thread in threading.enumerate()}
+    fault(READS, HANGS)
+    assert "did not give" in raised(UnavailableError, lambda: open_tier(folder, SOON_S))
+    fault(READS, 0)
+    wait_for(lambda: gc.collect() >= 0 and not locked(folder))
+    assert {thread.name for thread in threading.enumerate()} <= threads
+    with open_tier(folder) as tier:
+        assert read(tier, 0, 4) == 4
+
+
+def locked(folder: Path) -> bool:
+    """Say whether somebody holds a store's lock."""
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
+
+
 def a_folder_that_is_removed(folder: Path) -> None:
     """Open files stay; nothing raises, and a new store begins empty."""
     tier = open_tier(folder)
@@ -300,6 +333,7 @@ SCENES = (
     writes_that_hang,
     an_intent_that_hangs,
     a_close_that_hangs,
+    an_open_that_hangs,
     a_folder_that_is_removed,
 )
 
