@@ -7,6 +7,7 @@ to the first token. Who calls it: ``kvpool bench e2e``.
 import contextlib
 import http.client
 import json
+import os
 import random
 import subprocess
 import sys
@@ -39,7 +40,10 @@ class ServedModel:
     def __init__(self, model: Path, threads: int) -> None:
         command = ["kvpool.integration.serve", "--port", "0", "--model", str(model)]
         self._process = subprocess.Popen(
-            [sys.executable, "-m", *command, "--threads", str(threads)],
+            [
+                *(sys.executable, "-m", *command, "--threads", str(threads)),
+                *("--die-with", str(os.getpid())),
+            ],
             stdout=subprocess.PIPE,
             text=True,
         )

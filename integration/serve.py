@@ -6,9 +6,9 @@ this process), and the end of a process that stays silent. Who calls it: people,
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import logging
-import math
 import os
 import shutil
 import signal
@@ -20,13 +20,11 @@ from collections.abc import Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-import uvicorn
-from fastapi import FastAPI
 from tqdm import tqdm
 
+from kvpool._native import lib
 from kvpool.client import protocol
 from kvpool.client.rpc import AsyncCaller
-from kvpool.completion import Deadline
 from kvpool.config import RUN_DIR_BYTES_MAX
 from kvpool.errors import (
     KVPoolError,
@@ -36,8 +34,10 @@ from kvpool.errors import (
 )
 from kvpool.integration.conductor.app import Conductor, create_app
 from kvpool.integration.conductor.dispatch import Dispatcher
+from kvpool.integration.conductor.edge import HttpLimits
 from kvpool.integration.conductor.links import Heartbeat, WorkerLink
 from kvpool.integration.conductor.model import ModelText
+from kvpool.integration.http_server import HTTP_STOP_S, HttpServer
 from kvpool.integration.process import leave
 from kvpool.integration.serve_options import ServeOptions, parse_arguments
 from kvpool.integration.supervisor import Supervisor
@@ -49,9 +49,8 @@ POOL_NAME: Final = "pool"
 # A process that is there but has not answered for this long is killed and started again: nothing
 # brings a stopped process back but whoever stopped it. Its requests have gone elsewhere long before.
 SILENT_KILL_S: Final = 20.0
-# Open connections get this long at the end; the rest of stop_timeout_s is for the processes.
-_HTTP_GRACE_S: Final = 1.0
-_POLL_S: Final = 0.05
+# In the run directory: locked by who serves there.
+_LOCK: Final = "serve.lock"
 _SILENCE_CHECK_S: Final = 0.5
 # Left at the end for what is not waiting: reaping processes, removing files.
 _REAP_S: Final = 0.5
@@ -78,8 +77,10 @@ def bind(host: str, port: int) -> socket.socket:
 def made_run_dir(wanted: Path | None) -> Iterator[Path]:
     """Make the folder of the sockets, for this user alone, and remove it at the end.
 
+    A lock in it says that somebody serves there. What a killed server left is removed.
+
     Raises:
-        UsageError: The folder is in use, or its path is too long for a socket.
+        UsageError: The folder is in use or holds other things, or its path is too long.
     """
     if wanted is None:
         path = Path(tempfile.mkdtemp(prefix="kvpool-"))
@@ -87,17 +88,30 @@ def made_run_dir(wanted: Path | None) -> Iterator[Path]:
         path = wanted.absolute()
         if len(str(path).encode()) > RUN_DIR_BYTES_MAX:
             raise UsageError(f"--run-dir: use a path of at most {RUN_DIR_BYTES_MAX} bytes")
+    with contextlib.ExitStack() as stack:
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
             path.chmod(0o700)
-            if any(path.iterdir()):
-                raise UsageError(f"--run-dir: {path} is not empty; another server may be there")
+            strange = [
+                one.name for one in path.iterdir() if one.name not in (_LOCK, *_sockets(path))
+            ]
+            if strange:
+                raise UsageError(f"--run-dir: {path} holds {strange[0]}: give an empty folder")
+            lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            stack.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            for name in _sockets(path):
+                (path / name).unlink()
+        except BlockingIOError as busy:
+            raise UsageError(f"--run-dir: another kvpool-serve runs in {path}") from busy
         except OSError as error:
             raise UsageError(f"--run-dir: {path}: {error.strerror}") from error
-    try:
+        stack.callback(shutil.rmtree, path, ignore_errors=True)
         yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
+
+
+def _sockets(path: Path) -> list[str]:
+    return [one.name for one in path.iterdir() if one.is_socket()]
 
 
 def child_commands(options: ServeOptions, model: Path, run_dir: Path) -> dict[str, Sequence[str]]:
@@ -143,50 +157,29 @@ def find_model(options: ServeOptions) -> tuple[Path, str]:
     return demo_model(options.cache_dir), MODEL_NAME
 
 
-class _Http:
-    """The HTTP server of the Conductor, in the running loop."""
-
-    def __init__(self, app: FastAPI, listener: socket.socket) -> None:
-        config = uvicorn.Config(
-            app,
-            http="h11",
-            log_level="warning",
-            timeout_graceful_shutdown=math.ceil(_HTTP_GRACE_S),
-        )
-        self._server = _Server(config)
-        self._listener = listener
-        self._task: asyncio.Task[None] | None = None
-
-    async def start(self, timeout_s: float) -> None:
-        """Serve from now on. Raises UnavailableError if it does not start."""
-        self._task = asyncio.create_task(self._server.serve(sockets=[self._listener]))
-        deadline = Deadline(timeout_s)
-        while not self._server.started:
-            if self._task.done() or deadline.passed():
-                raise UnavailableError("the HTTP server did not start: its message is above")
-            await asyncio.sleep(_POLL_S)
-
-    async def stop(self) -> None:
-        """Give open connections a moment, then end. Idempotent."""
-        if self._task is not None:
-            self._server.should_exit = True
-            await asyncio.wait([self._task], timeout=2 * _HTTP_GRACE_S)
-            self._task.cancel()
+def make_trace_dir(path: Path) -> None:
+    """Make the folder of the traces. Raises UsageError."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--trace-dir: {path}: {error.strerror}") from error
 
 
-class _Server(uvicorn.Server):
-    """uvicorn without its own signal handlers: the launcher has the order of the stop."""
+def check_sizes(options: ServeOptions, model: Path) -> None:
+    """Raise UsageError unless each memory holds a block at least, before anything is started."""
+    from kvpool.integration.runtime.model import read_spec
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Capture none."""
-        yield
+    runtime = options.runtime
+    layout = read_spec(model, dtype=runtime.dtype).layout(runtime.block_tokens)
+    for flag, size in (("--dram", runtime.dram_bytes), ("--kv-bytes", runtime.gpu_bytes)):
+        if size < layout.block_bytes:
+            raise UsageError(f"{flag} is {size} bytes: one block has {layout.block_bytes}")
 
 
 async def serve(
     options: ServeOptions, model: Path, name: str, run_dir: Path, listener: socket.socket
 ) -> None:
-    """Start all processes, serve until SIGINT or SIGTERM, and stop all of them.
+    """Start all processes, serve until SIGINT, SIGTERM or SIGHUP, and stop all of them.
 
     Raises:
         UsageError, UnavailableError: They did not start.
@@ -194,11 +187,11 @@ async def serve(
     runtime = options.runtime
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, stop.set)
     supervisor = Supervisor(child_commands(options, model, run_dir))
     links = {name: WorkerLink(name, f"unix:{run_dir / name}.sock") for name in options.workers}
-    metrics = Metrics()
+    metrics = Metrics(wings=("conductor",))
     dispatcher = Dispatcher(
         [links[name] for name, role in options.workers.items() if role == "prefill"],
         [links[name] for name, role in options.workers.items() if role == "decode"],
@@ -209,7 +202,7 @@ async def serve(
     pool = Heartbeat(POOL_NAME, lambda s: pool_caller.call(protocol.STATS, protocol.Done(), s))
     hearts = (pool, *links.values())
     watchers: list[asyncio.Task[None]] = []
-    http: _Http | None = None
+    http: HttpServer | None = None
     try:
         await supervisor.start()
         text = await asyncio.to_thread(ModelText.load, model, name)
@@ -223,8 +216,9 @@ async def serve(
             silence = [] if pool.alive else [f"process {POOL_NAME} does not answer"]
             return supervisor.problems() + silence
 
-        conductor = Conductor(dispatcher, text, problems, metrics=metrics)
-        http = _Http(create_app(conductor), listener)
+        limits = HttpLimits()
+        conductor = Conductor(dispatcher, text, problems, limits, metrics)
+        http = HttpServer(create_app(conductor), listener, limits)
         await http.start(runtime.start_timeout_s)
         print(_banner(runtime.host, listener.getsockname()[1], name), flush=True)
         await stop.wait()
@@ -234,7 +228,7 @@ async def serve(
             await http.stop()
         for watcher in watchers:
             watcher.cancel()
-        await supervisor.stop(runtime.stop_timeout_s - 2 * _HTTP_GRACE_S - _REAP_S)
+        await supervisor.stop(runtime.stop_timeout_s - HTTP_STOP_S - _REAP_S)
         await dispatcher.close()
         await pool_caller.close()
 
@@ -311,14 +305,20 @@ Try:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``kvpool-serve``. Returns the exit code: 2 for what the caller must fix."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s serve %(levelname)s %(message)s")
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # also before the loop runs
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)  # also before the loop runs
     try:
         options = parse_arguments(argv)
+        if options.die_with is not None:
+            lib.kvp_die_with_parent(signal.SIGTERM)
+            if os.getppid() != options.die_with:  # it died before the kernel was asked
+                return 1
         with contextlib.ExitStack() as stack:
             listener = stack.enter_context(bind(options.runtime.host, options.runtime.port))
             if options.trace_dir is not None:
-                options.trace_dir.mkdir(parents=True, exist_ok=True)
+                make_trace_dir(options.trace_dir)
             model, name = find_model(options)
+            check_sizes(options, model)
             run_dir = stack.enter_context(made_run_dir(options.run_dir))
             asyncio.run(serve(options, model, name, run_dir, listener))
         leave(0)

@@ -41,6 +41,7 @@ class ServeOptions:
         cache_dir: Where the demo's converted model is kept.
         run_dir: Folder of the sockets; None makes one.
         trace_dir: Where workers write their events; None writes none.
+        die_with: The parent without which it stops, or None.
         outbox_bytes: Staging of layer slices in each prefill worker.
         threads: Threads that compute, in each worker.
         prefill, decode: How many workers of each role.
@@ -51,6 +52,7 @@ class ServeOptions:
     cache_dir: Path
     run_dir: Path | None
     trace_dir: Path | None
+    die_with: int | None
     outbox_bytes: int
     threads: int
     prefill: int
@@ -108,6 +110,9 @@ def make_parser() -> argparse.ArgumentParser:
         " memory (default: %(default)s)",
     )
     parser.add_argument("--run-dir", type=Path, help="folder of the sockets (default: a fresh one)")
+    parser.add_argument(
+        "--die-with", type=int, metavar="PID", help="stop when this process, the parent, dies"
+    )
     parser.add_argument("--trace-dir", type=Path, help="write the workers' events here")
     return parser
 
@@ -124,6 +129,10 @@ def parse_arguments(argv: Sequence[str] | None) -> ServeOptions:
         count = getattr(options, role)
         if not 1 <= count <= WORKERS_MAX:
             raise ConfigError(f"--{role} is {count}: use 1 to {WORKERS_MAX} workers", key=role)
+    if not options.host:
+        raise ConfigError(
+            "--host is empty: use 127.0.0.1, or 0.0.0.0 for every address", key="host"
+        )
     if options.threads is None:
         options.threads = default_threads(options.prefill + options.decode)
     if options.threads < 1:
@@ -148,6 +157,7 @@ def parse_arguments(argv: Sequence[str] | None) -> ServeOptions:
         cache_dir=options.cache_dir,
         run_dir=options.run_dir,
         trace_dir=options.trace_dir,
+        die_with=options.die_with,
         outbox_bytes=parse_size(options.outbox_bytes, key="--outbox-bytes"),
         threads=options.threads,
         prefill=options.prefill,

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
-from kvpool.block import DTYPE_BYTES
 from kvpool.errors import ConfigError
 
 _SIZE: Final = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B|B)?", re.ASCII)
@@ -27,6 +26,8 @@ _UNITS: Final = {
 }
 # sun_path of a unix socket is 108 bytes; the longest name below a run directory is transport.sock.
 RUN_DIR_BYTES_MAX: Final = 90
+# What the bundled runtime computes in.
+COMPUTE_DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
 def parse_size(text: str, *, key: str = "size") -> int:
@@ -247,10 +248,10 @@ class RuntimeConfig:
             "use cpu: no other device has been run yet",
         )
         _require(
-            self.dtype in DTYPE_BYTES,
+            self.dtype in COMPUTE_DTYPES,
             "runtime.dtype",
             self.dtype,
-            f"use one of {', '.join(sorted(DTYPE_BYTES))}",
+            f"use one of {', '.join(COMPUTE_DTYPES)}",
         )
         _require_port(self.port, "runtime.port")
         _require_positive(self, "runtime", "dram_bytes", "gpu_bytes", "chunk_tokens")

@@ -6,7 +6,7 @@ Does not open ports. Who calls it: the server, which hands the registry to an ex
 Conductor; ``docs/metrics.md`` must equal ``render_table()``.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -36,7 +36,7 @@ METHODS: Final = (
 ROLES: Final = ("prefill", "decode", "other")
 OUTCOMES: Final = ("ok", "refused", "failed", "cancelled")
 ROUTES: Final = ("chat", "completions")
-STATUSES: Final = ("200", "400", "404", "413", "499", "500", "503", "504", "other")
+STATUSES: Final = ("200", "400", "404", "408", "413", "499", "500", "503", "504", "other")
 # The one label without a list: the workers that ``/health`` names, as many as were started.
 WORKERS: Final = ()
 
@@ -56,6 +56,11 @@ class Metric:
     kind: Kind
     meaning: str
     labels: Mapping[str, tuple[str, ...]]
+
+    @property
+    def wing(self) -> str:
+        """Whose metric it is: the second word of its name."""
+        return self.name.split("_")[1]
 
 
 def _metric(kind: Kind, name: str, meaning: str, /, **labels: tuple[str, ...]) -> Metric:
@@ -193,6 +198,19 @@ METRICS: Final = (
 )
 
 
+WINGS: Final = frozenset(metric.wing for metric in METRICS)
+_WING_OF: Final[Mapping[type[Event], str]] = {
+    ForwardRan: "runtime",
+    LayerComputed: "runtime",
+    SliceAnnounced: "transfer",
+    SliceArrived: "transfer",
+    LayerRead: "transfer",
+    PeerLost: "transfer",
+    BlockEvicted: "tiers",
+    RequestResumed: "conductor",
+}
+
+
 def render_table() -> str:
     """Return the table of ``docs/metrics.md``, one line a metric, in Markdown."""
     lines = ["| metric | kind | labels | meaning |", "|---|---|---|---|"]
@@ -209,15 +227,21 @@ class Metrics:
 
     Also an EventSink: ``emit`` counts the events that a metric exists for and ignores others. It
     never raises: a label that an event gives a new value counts as ``other``.
+
+    Args:
+        wings: Whose metrics the process has, the second word of their names; None means all but the
+            Conductor's. A metric that nobody feeds would say 0, which is not true.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, wings: Collection[str] | None = None) -> None:
         self.registry = CollectorRegistry()
-        self._specs = {metric.name: metric for metric in METRICS}
+        self._wings = WINGS - {"conductor"} if wings is None else frozenset(wings)
+        metrics = [metric for metric in METRICS if metric.wing in self._wings]
+        self._specs = {metric.name: metric for metric in metrics}
         self._counters: dict[str, Counter] = {}
         self._gauges: dict[str, Gauge] = {}
         self._histograms: dict[str, Histogram] = {}
-        for metric in METRICS:
+        for metric in metrics:
             names = tuple(metric.labels)
             if metric.kind == "counter":
                 made = Counter(metric.name, metric.meaning, names, registry=self.registry)
@@ -242,6 +266,12 @@ class Metrics:
         gauge = self._gauges[name]
         (gauge.labels(*values) if values else gauge).set(value)
 
+    def clear(self, name: str) -> None:
+        """Forget all values of a gauge with labels. Raises UsageError for an unknown name."""
+        if name not in self._gauges:
+            raise UsageError(f"{name!r} is no gauge of this process")
+        self._gauges[name].clear()
+
     def observe(self, name: str, seconds: float, **labels: str) -> None:
         """Put one value into a histogram. Raises UsageError for an unknown name or label value."""
         values = self._values(name, "histogram", labels)
@@ -249,7 +279,9 @@ class Metrics:
         (histogram.labels(*values) if values else histogram).observe(seconds)
 
     def emit(self, event: Event) -> None:
-        """Count one event."""
+        """Count one event, if it is of a wing whose metrics are here."""
+        if _WING_OF.get(type(event)) not in self._wings:
+            return
         if isinstance(event, ForwardRan):
             name = "kvpool_runtime_forward_passes_total"
             role = self._known(name, "role", event.role)

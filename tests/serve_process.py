@@ -87,6 +87,7 @@ class ServeProcess:
                 *(sys.executable, "-m", "kvpool.integration.serve", "--port", "0"),
                 *("--model", str(self.model), "--run-dir", str(self.run_dir)),
                 *("--prefill", str(prefill), "--decode", str(decode)),
+                *("--die-with", str(os.getpid())),
                 *("--trace-dir", str(self.trace_dir), "--dram", "256MiB", *flags),
             ],
             stdout=subprocess.PIPE,

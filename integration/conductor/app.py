@@ -68,10 +68,12 @@ class Conductor:
     ) -> None:
         self.dispatcher = dispatcher
         self.model = model
-        self.metrics = ConductorMetrics(metrics or Metrics())
+        self.metrics = ConductorMetrics(metrics or Metrics(wings=("conductor",)))
         self.created = int(time.time())
         self.active = 0
         self._limits = limits or HttpLimits()
+        self._reading = 0
+        self._room = asyncio.Semaphore(self._limits.further_choices)
         self._supervised = supervised
         self._texts = TokenTexts(model.tokenizer)
 
@@ -89,14 +91,14 @@ class Conductor:
         """Answer one generation request, streaming or not."""
         route = "chat" if kind is ChatRequest else "completions"
         try:
+            body = await self._read(request, kind)
             self._admit()
-        except HttpError:
-            self.metrics.ended(route, "503")
+        except HttpError as error:
+            self.metrics.ended(route, str(error.status))
             raise
         outcome: str | None = "500"
         turn: Turn | None = None
         try:
-            body = await self._read(request, kind)
             prompts = await asyncio.to_thread(self._prompts, body)
             turn = self._turn(request, route, body, prompts)
             if body.stream:
@@ -121,18 +123,18 @@ class Conductor:
 
     async def tokenize(self, request: Request) -> dict[str, object]:
         """Answer ``/tokenize``."""
+        body = await self._read(request, TokenizeRequest)
         self._admit()
         try:
-            body = await self._read(request, TokenizeRequest)
             return await asyncio.to_thread(self._tokenized, body)
         finally:
             self.active -= 1
 
     async def detokenize(self, request: Request) -> dict[str, object]:
         """Answer ``/detokenize``."""
+        body = await self._read(request, DetokenizeRequest)
         self._admit()
         try:
-            body = await self._read(request, DetokenizeRequest)
             tokens = self.model.known(body.tokens, param="tokens")
             return {"prompt": await asyncio.to_thread(self.model.text, tokens)}
         finally:
@@ -151,17 +153,18 @@ class Conductor:
     def _admit(self) -> None:
         """Count one more request at work. Raises HttpError 503 if there are too many."""
         if self.active >= self._limits.requests:
-            raise HttpError(
-                503,
-                f"{self._limits.requests} requests are at work: try again later",
-                kind="overloaded_error",
-                code="overloaded",
-            )
+            raise _overloaded(f"{self._limits.requests} requests are at work: try again later")
         self.active += 1
 
     async def _read(self, request: Request, kind: type[B]) -> B:
-        """Read and check a body."""
-        raw = await read_body(request, self._limits)
+        """Read and check a body. Raises HttpError 503 if too many are being read."""
+        if self._reading >= self._limits.bodies:
+            raise _overloaded(f"{self._limits.bodies} bodies are being read: try again later")
+        self._reading += 1
+        try:
+            raw = await read_body(request, self._limits)
+        finally:
+            self._reading -= 1
         body = await asyncio.to_thread(parse, kind, raw)
         self.check_model(body.model)
         return body
@@ -216,6 +219,7 @@ class Conductor:
             dispatcher=self.dispatcher,
             texts=self._texts,
             metrics=self.metrics,
+            room=self._room,
             on_end=lambda outcome: self._released(route, outcome),
         )
 
@@ -223,6 +227,10 @@ class Conductor:
         """Count one request that ended."""
         self.active -= 1
         self.metrics.ended(route, outcome)
+
+
+def _overloaded(message: str) -> HttpError:
+    return HttpError(503, message, kind="overloaded_error", code="overloaded")
 
 
 def create_app(conductor: Conductor) -> FastAPI:

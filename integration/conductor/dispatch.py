@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 # Times that a request is begun without a step further: it may meet two faults in a row.
 ATTEMPTS: Final = 3
+# Times that it goes on elsewhere in all: a request that brings its workers down must not go round.
+RESUMES_MAX: Final = 8
 # Pause between two looks for a worker while none is up.
 _LOOK_S: Final = 0.1
 
@@ -71,6 +73,10 @@ class Produced:
     top: TopLogprobs = ()
     cached_tokens: int | None = None
     finish_reason: FinishReason | None = None
+
+
+class _NobodyUpError(PeerUnreachableError):
+    """No worker of a role came up in time; trying again would wait as long once more."""
 
 
 class Dispatcher:
@@ -116,21 +122,28 @@ class Dispatcher:
         for link in self.links:
             await link.close()
 
-    async def stream(self, job: Job) -> AsyncGenerator[Produced]:
+    def deadline(self) -> Deadline:
+        """Return the deadline of a request that begins now."""
+        return Deadline(self._request_timeout_s)
+
+    async def stream(self, job: Job, deadline: Deadline) -> AsyncGenerator[Produced]:
         """Generate, step by step. It goes on, elsewhere if it can, when a worker is lost.
 
         The output so far becomes part of the prompt of the next attempt, so no step is void and
         each follows from those before it. Closing the iterator cancels the request in both workers.
+
+        Args:
+            job: What to generate.
+            deadline: Of the whole request, all its attempts together.
 
         Raises:
             UsageError: The request can never be served, say, it is longer than a worker's memory.
             CapacityError: Too many requests wait already.
             UnavailableError, ClosedError, CorruptionError: A worker was lost, or the time is up.
         """
-        deadline = Deadline(self._request_timeout_s)
         used: dict[str, WorkerLink] = {}
         output: list[int] = []
-        attempts = 0
+        attempts, resumes = 0, 0
         while len(output) < job.max_tokens:
             attempts += 1
             try:
@@ -142,8 +155,9 @@ class Dispatcher:
                         yield step
                 return
             except (UnavailableError, ClosedError, CorruptionError) as error:
-                if not _may_retry(error, attempts, deadline):
+                if resumes == RESUMES_MAX or not _may_retry(error, attempts, deadline):
                     raise
+                resumes += 1
                 logger.warning("a request of %d tokens so far goes on: %s", len(output), error)
                 self._sink.emit(RequestResumed(tokens=len(output), reason=type(error).__name__))
                 await asyncio.gather(*(link.suspect() for link in used.values() if link.alive))
@@ -155,14 +169,14 @@ class Dispatcher:
         """Return the least loaded of the workers that are up, none of ``avoid`` if possible.
 
         Raises:
-            PeerUnreachableError: None is up, and none came up in time.
+            _NobodyUpError: None is up, and none came up in time.
         """
         timeout_s = min(self._recovery_timeout_s, deadline.remaining_s())
         limit = Deadline(timeout_s)
         while (name := least_loaded([link.load for link in links], avoid)) is None:
             if limit.passed():
                 names = ", ".join(link.name for link in links)
-                raise PeerUnreachableError(f"{names}: none was up within {timeout_s:.1f} s")
+                raise _NobodyUpError(f"{names}: none was up within {timeout_s:.1f} s")
             await _look(links, limit)
         return next(link for link in links if link.name == name)
 
@@ -172,6 +186,8 @@ class Dispatcher:
         """Go on after ``output``, with other workers than those it ``used`` before; says which."""
         avoid = tuple(used)
         used.clear()
+        # Nothing is held at a decode worker while there is nobody to compute the prompt.
+        await self._choose(self.prefill, avoid, deadline)
         decode = await self._choose(self.decode, avoid, deadline)
         used[decode.name] = decode
         request, timeout_s = uuid.uuid4().hex, deadline.remaining_s()
@@ -255,7 +271,8 @@ async def _look(links: Sequence[WorkerLink], limit: Deadline) -> None:
 
 def _may_retry(error: KVPoolError, attempts: int, deadline: Deadline) -> bool:
     """Say whether trying again can help: a full queue would only grow, spent time is gone."""
-    return attempts < ATTEMPTS and not isinstance(error, CapacityError) and not deadline.passed()
+    hopeless = isinstance(error, CapacityError | _NobodyUpError)
+    return attempts < ATTEMPTS and not hopeless and not deadline.passed()
 
 
 async def _next(link: WorkerLink, events: AsyncIterator[RunEvent]) -> RunEvent:

@@ -36,13 +36,22 @@ class HttpLimits:
         body_timeout_s: Longest wait for a whole body.
         send_timeout_s: Longest wait for a client to take what is sent.
         requests: HTTP requests at work at a time; more are refused at once.
+        bodies: Bodies that are read at a time; more are refused at once.
+        further_choices: Choices at work at a time that are not the first of their request; others
+            wait. With ``requests`` they fit into the queues of the workers.
+        connections: Open ones; what comes then is closed at once.
+        head_timeout_s: Longest wait for the whole head of a request.
     """
 
     body_bytes: int = 8 << 20
     discard_bytes: int = 64 << 20
     body_timeout_s: float = 60.0
     send_timeout_s: float = 60.0
-    requests: int = 256
+    requests: int = 192
+    bodies: int = 64
+    further_choices: int = 64
+    connections: int = 512
+    head_timeout_s: float = 20.0
 
 
 def sse(payload: dict[str, object]) -> bytes:

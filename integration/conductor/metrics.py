@@ -4,9 +4,17 @@ Owns no name: those are in ``kvpool/metrics.py``. Who calls it: the app.
 """
 
 from collections.abc import Sequence
+from typing import Final
 
 from kvpool.integration.conductor.links import WorkerLink
 from kvpool.metrics import STATUSES, Metrics
+
+_UP: Final = "kvpool_conductor_worker_up_count"
+_REQUESTS: Final = "kvpool_conductor_worker_request_count"
+_BLOCKS: Final = "kvpool_conductor_worker_block_count"
+_FORWARDS: Final = "kvpool_conductor_worker_forward_count"
+_PARKS: Final = "kvpool_conductor_worker_park_count"
+_OF_WORKERS: Final = (_UP, _REQUESTS, _BLOCKS, _FORWARDS, _PARKS)
 
 
 class ConductorMetrics:
@@ -35,28 +43,26 @@ class ConductorMetrics:
 
     def render(self, links: Sequence[WorkerLink]) -> bytes:
         """Return everything in the Prometheus text format, the workers as they are now."""
+        for name in _OF_WORKERS:
+            self._metrics.clear(name)
         for link in links:
             self._worker(link)
         return self._metrics.expose()
 
     def _worker(self, link: WorkerLink) -> None:
-        up, status = float(link.alive), link.status
-        self._metrics.set("kvpool_conductor_worker_up_count", up, worker=link.name)
+        """Set what is known of a worker; of one that does not answer only that."""
+        worker, status = link.name, link.status
+        self._metrics.set(_UP, float(link.alive), worker=worker)
         if status is None:
             return
-        by_state = {
-            "kvpool_conductor_worker_request_count": {
-                "running": status.running,
-                "parked": status.parked,
-                "waiting": status.waiting,
-            },
-            "kvpool_conductor_worker_block_count": {
-                "all": status.blocks,
-                "free": status.blocks_free,
-            },
+        requests = {
+            "running": status.running,
+            "parked": status.parked,
+            "waiting": status.waiting,
         }
-        for name, states in by_state.items():
-            for state, count in states.items():
-                self._metrics.set(name, count, worker=link.name, state=state)
-        for name, count in (("forward", status.forwards), ("park", status.parks)):
-            self._metrics.set(f"kvpool_conductor_worker_{name}_count", count, worker=link.name)
+        for state, count in requests.items():
+            self._metrics.set(_REQUESTS, count, worker=worker, state=state)
+        for state, count in {"all": status.blocks, "free": status.blocks_free}.items():
+            self._metrics.set(_BLOCKS, count, worker=worker, state=state)
+        self._metrics.set(_FORWARDS, status.forwards, worker=worker)
+        self._metrics.set(_PARKS, status.parks, worker=worker)

@@ -145,7 +145,7 @@ class ModelText:
         if bad:
             raise HttpError(
                 400,
-                f"token {bad[0]} (0-based) is not within 0..{self.vocabulary - 1}, the vocabulary",
+                f"token {tokens[bad[0]]} (number {bad[0]}) is not within 0..{self.vocabulary - 1}, the vocabulary",
                 param=param,
             )
         return tokens
@@ -233,9 +233,7 @@ def choice_seed(seed: int, number: int) -> int:
 def _template_arguments(tokenizer: Any) -> frozenset[str]:
     """Return what the call of a template means itself, so that no option may have such a name."""
     return frozenset(inspect.signature(tokenizer.apply_chat_template).parameters) | {
-        "messages",
-        "tools",
-        "documents",
+        *("self", "messages", "tools", "documents"),
     }
 
 

@@ -15,7 +15,8 @@ from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
 
-from kvpool.errors import KVPoolError
+from kvpool.completion import Deadline
+from kvpool.errors import InternalError, KVPoolError, TransferTimeoutError
 from kvpool.integration.conductor.answer import Answer, Part, usage
 from kvpool.integration.conductor.dispatch import Dispatcher, Job, Produced
 from kvpool.integration.conductor.edge import sse
@@ -47,7 +48,7 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """One output of a prompt. The first one ``began`` when the pool has, or soon has, its blocks."""
+    """One output of a prompt, which ``began`` when the pool has its blocks, or will very soon."""
 
     job: Job
     echo: str
@@ -65,6 +66,7 @@ class Turn:
         dispatcher: Generates.
         texts: Tokens alone, for logprobs.
         metrics: Counts tokens and the time to the first one.
+        room: For the choices of all requests that are not the first of their request.
         on_end: Called once, with the outcome: an HTTP status.
     """
 
@@ -77,6 +79,7 @@ class Turn:
         dispatcher: Dispatcher,
         texts: TokenTexts,
         metrics: ConductorMetrics,
+        room: asyncio.Semaphore,
         on_end: Callable[[str], None],
     ) -> None:
         self._body = body
@@ -91,14 +94,18 @@ class Turn:
         self._usage_wanted = bool(options and options.include_usage)
         self._prompt_tokens = sum(len(prompt.jobs[0].tokens) for prompt in prompts)
         stops, tokenizer = body.stop, texts.tokenizer
+        deadline = dispatcher.deadline()
         self._choices: list[_Choice] = []
         streams: list[AsyncGenerator[Produced]] = []
         for prompt in prompts:
-            began = asyncio.Event()
+            begun, began = asyncio.Event(), asyncio.Event()
+            begun.set()
             for number, job in enumerate(prompt.jobs):
                 self._choices.append(_Choice(job, prompt.echo, Output(tokenizer, stops), began))
-                steps = dispatcher.stream(job)
-                streams.append(_after(began, steps) if number else steps)
+                steps = dispatcher.stream(job, deadline)
+                if streams:
+                    steps = in_turn(began if number else begun, deadline, room, steps)
+                streams.append(steps)
         self._fanout = Fanout(streams)
 
     def end(self, outcome: str) -> None:
@@ -150,6 +157,11 @@ class Turn:
             outcome = str(shown.status)
             logger.warning("a stream ended early: %s", error)
             yield sse(shown.body())
+            yield b"data: [DONE]\n\n"
+        except Exception as error:
+            logger.exception("a stream failed")
+            outcome = "500"
+            yield sse(http_error(InternalError(f"{type(error).__name__}: {error}")).body())
             yield b"data: [DONE]\n\n"
         finally:
             self.end(outcome)
@@ -219,12 +231,29 @@ class Turn:
         return usage(self._prompt_tokens, completion_tokens, self._cached_tokens())
 
 
-async def _after(began: asyncio.Event, steps: AsyncGenerator[Produced]) -> AsyncGenerator[Produced]:
-    """Follow a further choice of a prompt once the first began: it is computed only once."""
+async def in_turn(
+    began: asyncio.Event,
+    deadline: Deadline,
+    room: asyncio.Semaphore,
+    steps: AsyncGenerator[Produced],
+) -> AsyncGenerator[Produced]:
+    """Follow a stream when its prompt is computed, by another one, and there is room for it.
+
+    Raises:
+        TransferTimeoutError: Its turn did not come in time.
+    """
     async with aclosing(steps):
-        await began.wait()
-        async for step in steps:
-            yield step
+        try:
+            async with asyncio.timeout(deadline.remaining_s()):
+                await began.wait()
+                await room.acquire()
+        except TimeoutError as late:
+            raise TransferTimeoutError("the request's time is up") from late
+        try:
+            async for step in steps:
+                yield step
+        finally:
+            room.release()
 
 
 class TurnResponse(StreamingResponse):

@@ -177,14 +177,21 @@ class DecodeWorker:
         return end
 
     def _on_steps(self, steps: list[Step]) -> None:
-        """Take what one forward did, in the loop."""
+        """Take what one forward did, in the loop. A store that fails is no request's concern."""
         for step in steps:
             mine = self._requests.get(step.running.request.request)
             if mine is not None:
                 mine.steps.put_nowait(step)
-            if step.blocks is not None:
+        for step in steps:
+            if step.blocks is None:
+                continue
+            mine = self._requests.get(step.running.request.request)
+            try:
                 if mine is not None:
                     self._store(mine, step, step.blocks)
+            except Exception:
+                logger.exception("blocks of an output were not stored")
+            finally:
                 step.blocks.drop()
 
     def _store(self, mine: _Request, step: Step, blocks: Blocks) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvpool.block import BlockLayout, Namespace
+from kvpool.config import COMPUTE_DTYPES
 from kvpool.errors import UsageError
 
 # Decoders with plain rotary attention over all tokens. Each is compared with its own `generate` in
@@ -23,7 +24,6 @@ SUPPORTED_TYPES: Final = ("llama", "mistral", "qwen2", "qwen3")
 # prefix alone, so it cannot be shared.
 _UNSTABLE_ROPE: Final = ("dynamic", "longrope")
 
-DTYPES: Final = ("float32", "bfloat16", "float16")
 
 # Bytes that the fingerprint takes from the begin, the middle and the end of each tensor. Training,
 # merging an adapter or quantising changes a tensor nearly everywhere, so a few places show it.
@@ -97,7 +97,7 @@ def load_model(folder: Path, *, dtype: str = "float32", device: str = "cpu") -> 
 
     Args:
         folder: A folder as ``save_pretrained`` writes it, with safetensors.
-        dtype: One of ``DTYPES``. On a CPU float32 is several times faster than bfloat16.
+        dtype: One of ``COMPUTE_DTYPES``. On a CPU float32 is several times faster than bfloat16.
         device: A torch device.
 
     Raises:
@@ -140,8 +140,8 @@ def read_spec(folder: Path, *, dtype: str = "float32") -> ModelSpec:
     """
     from transformers import AutoConfig, GenerationConfig
 
-    if dtype not in DTYPES:
-        raise UsageError(f"dtype {dtype!r} is not one of {DTYPES}")
+    if dtype not in COMPUTE_DTYPES:
+        raise UsageError(f"dtype {dtype!r} is not one of {COMPUTE_DTYPES}")
     if not (folder / "config.json").is_file():
         raise UsageError(f"{folder} holds no config.json: give a model's folder", path=str(folder))
     try:

@@ -11,6 +11,7 @@ import logging
 import os
 import signal
 import sys
+import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -19,11 +20,12 @@ from typing import Any, Final, Literal, Protocol
 
 from kvpool._native import lib
 from kvpool.base import BlockPool, Chain, StoreResult
+from kvpool.block import BlockLayout
 from kvpool.client.remote import connect
 from kvpool.client.rpc import Service
-from kvpool.completion import Completion
+from kvpool.completion import Completion, Deadline
 from kvpool.config import RuntimeConfig, parse_size
-from kvpool.errors import ConfigError, KVPoolError, UsageError
+from kvpool.errors import ConfigError, KVPoolError, PeerUnreachableError, UsageError
 from kvpool.events import EventSink, NullSink, TraceSink
 from kvpool.integration.process import leave
 from kvpool.integration.runtime.blocks import Blocks, Room
@@ -47,6 +49,8 @@ Role = Literal["prefill", "decode"]
 # Staging of layer slices: a few hundred slices of a small model, tens of a large one.
 OUTBOX_BYTES: Final = 64 << 20
 # Running calls get this long at SIGTERM before they are cancelled.
+# Pause between two attempts to reach a pool that is not there yet.
+_POOL_RETRY_S: Final = 0.2
 _GRACE_S: Final = 0.2
 
 
@@ -273,6 +277,24 @@ class Served(Protocol):
         ...
 
 
+def reach_pool(
+    run_dir: Path, layout: BlockLayout, transport: Transport, timeout_s: float
+) -> BlockPool:
+    """Connect to the pool, which may be starting or stopped: it is tried until the time is up.
+
+    The first to ask has the pool touch every page of its arena: a second a GiB or so. Raises as
+    ``connect``.
+    """
+    deadline = Deadline(timeout_s)
+    while True:
+        try:
+            return connect(run_dir, layout, deadline.remaining_s(), transport=transport)
+        except PeerUnreachableError:
+            if deadline.passed():
+                raise
+        time.sleep(min(_POOL_RETRY_S, deadline.remaining_s()))
+
+
 @contextlib.asynccontextmanager
 async def opened_parts(config: WorkerConfig, role: Role) -> AsyncIterator[Parts]:
     """Load the model, connect to the pool, and close everything at the end."""
@@ -291,12 +313,7 @@ async def opened_parts(config: WorkerConfig, role: Role) -> AsyncIterator[Parts]
         layout = loaded.spec.layout(config.runtime.block_tokens)
         pool = stack.enter_context(
             await asyncio.to_thread(
-                connect,
-                config.run_dir,
-                layout,
-                # The first to ask has the pool touch every page of its arena: a second a GiB or so.
-                config.runtime.start_timeout_s,
-                transport=transport,
+                reach_pool, config.run_dir, layout, transport, config.runtime.start_timeout_s
             )
         )
         parts = assemble(config, role, loaded, transport, pool, loop, sink)

@@ -5,12 +5,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.serve_process import WAIT_S, ServeProcess, alive, stopped, until
+from tests.serve_process import START_S, WAIT_S, ServeProcess, alive, stopped, until
 from tests.tiny_model import tiny_model
 
 
@@ -28,7 +29,7 @@ def command(*flags: str) -> subprocess.CompletedProcess[str]:
         [sys.executable, "-m", "kvpool.integration.serve", *flags],
         capture_output=True,
         text=True,
-        timeout=WAIT_S,
+        timeout=START_S,
         check=False,
     )
 
@@ -89,6 +90,9 @@ def test_a_port_in_use_is_one_line(taken_port: int, tiny: Path) -> None:
         (("--block-tokens", "17"), "block_tokens"),
         (("--dram", "lots"), "--dram"),
         (("--dtype", "int3"), "dtype"),
+        (("--dtype", "uint8"), "float32, bfloat16, float16"),
+        (("--host", ""), "--host"),
+        (("--trace-dir", "/proc/none"), "--trace-dir"),
         (("--threads", "0"), "--threads"),
         (("--prefill", "0"), "--prefill"),
         (("--decode", "65"), "--decode"),
@@ -100,6 +104,41 @@ def test_wrong_arguments_are_one_line(flags: tuple[str, ...], says: str) -> None
     assert done.returncode == 2, done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
     assert says in done.stderr
+
+
+@pytest.mark.parametrize("flag", ["--dram", "--kv-bytes"])
+def test_memory_without_room_for_a_block_is_said_before_anything_starts(
+    tiny: Path, flag: str
+) -> None:
+    done = command("--port", "0", "--model", str(tiny), flag, "1KiB")
+    assert done.returncode == 2
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert flag in done.stderr
+
+
+def test_a_run_dir_is_used_again_after_a_kill_and_never_shared(tiny: Path, tmp_path: Path) -> None:
+    run_dir = Path(tempfile.mkdtemp(prefix="kvpr-", dir="/tmp"))  # a socket's path must be short
+    flags = ("--run-dir", str(run_dir))
+    with ServeProcess(*flags, model=tiny) as server:
+        pids = server.pids()
+        refused = command("--port", "0", "--model", str(tiny), *flags)
+        assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+        assert "another kvpool-serve runs" in refused.stderr
+        assert server.complete("abc", max_tokens=2), "the one that runs is not disturbed"
+        server.process.kill()
+        until(lambda: not any(alive(pid) for pid in pids.values()), "the children are gone")
+    assert any(run_dir.iterdir()), "a killed one cannot clean up"
+    with ServeProcess(*flags, model=tiny) as server:
+        server.complete("abc", max_tokens=2)
+        server.process.send_signal(signal.SIGHUP)
+        assert server.process.wait(WAIT_S) == 0
+    assert not run_dir.exists()
+    run_dir.mkdir()
+    (run_dir / "mine").touch()
+    refused = command("--port", "0", "--model", str(tiny), *flags)
+    assert (refused.returncode, "mine" in refused.stderr) == (2, True)
+    (run_dir / "mine").unlink()
+    run_dir.rmdir()
 
 
 def test_a_folder_without_a_model_is_said_once(tmp_path: Path) -> None:

@@ -17,7 +17,12 @@ from tests.unit.integration.pair import WAIT_S
 MIB = 1 << 20
 # Times that a stalled client certainly uses up.
 LIMITS = HttpLimits(
-    body_bytes=MIB, discard_bytes=64 * MIB, body_timeout_s=0.2, send_timeout_s=0.2, requests=4
+    body_bytes=MIB,
+    discard_bytes=64 * MIB,
+    body_timeout_s=3.0,
+    send_timeout_s=0.2,
+    requests=4,
+    bodies=3,
 )
 STREAM = {"prompt": "Hello", "max_tokens": 64, "stream": True, "ignore_eos": True}
 
@@ -96,6 +101,25 @@ def test_a_client_that_goes_away_while_it_sends_is_no_fault_of_ours(served: Fron
     asked = Asked("/v1/completions", body=[b'{"prompt": '], gone_after=-1)
     served.run(asked.of(create_app(served.conductor)))
     assert asked.status == 499, "nobody reads it, but it is no 500"
+
+
+def test_one_body_too_many_is_refused_at_once(served: Front) -> None:
+    async def story() -> None:
+        app = create_app(served.conductor)
+        halves = [
+            asyncio.create_task(
+                Asked("/v1/completions", body=[b'{"prompt": '], whole=False).of(app)
+            )
+            for _ in range(LIMITS.bodies)
+        ]
+        await asyncio.sleep(0)
+        answer = await served.post("/v1/completions", {"prompt": "a", "max_tokens": 1})
+        assert shown(answer) == (503, "overloaded")
+        assert served.conductor.active == 0, "a body that has not come is no request at work"
+        assert [asked.status for asked in await asyncio.gather(*halves)] == [408] * LIMITS.bodies
+        await served.complete("a", max_tokens=1)
+
+    served.run(story())
 
 
 @pytest.mark.parametrize("after", [0, 1, 2, 5])

@@ -5,7 +5,7 @@ import pytest
 
 from kvpool.errors import UsageError
 from kvpool.events import BlockEvicted, ForwardRan, PeerLost, RequestResumed, SliceAnnounced
-from kvpool.metrics import METRICS, Metrics, render_table
+from kvpool.metrics import METRICS, WINGS, Metrics, render_table
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
 UNITS = {
@@ -41,8 +41,20 @@ def test_label_sets_are_closed() -> None:
         metrics.count("kvpool_made_up_total")
 
 
+def test_a_process_shows_only_what_it_feeds() -> None:
+    metrics = Metrics(wings=("conductor",))
+    metrics.emit(ForwardRan(role="decode", requests=3, tokens=3))
+    metrics.emit(RequestResumed(tokens=3, reason="gone"))
+    shown = metrics.expose().decode()
+    assert "kvpool_conductor_resumed_requests_total 1.0" in shown
+    assert "kvpool_server" not in shown
+    assert "kvpool_runtime" not in shown
+    with pytest.raises(UsageError):
+        metrics.count("kvpool_runtime_forward_tokens_total", role="decode")
+
+
 def test_events_are_counted() -> None:
-    metrics = Metrics()
+    metrics = Metrics(wings=WINGS)
     for event in (
         ForwardRan(role="decode", requests=3, tokens=3),
         ForwardRan(role="decode", requests=2, tokens=2),

@@ -17,6 +17,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from kvpool.client.rpc import Service
+from kvpool.config import RuntimeConfig
 from kvpool.integration.conductor.app import Conductor, create_app
 from kvpool.integration.conductor.dispatch import Dispatcher
 from kvpool.integration.conductor.edge import HttpLimits
@@ -31,8 +32,6 @@ from tests.unit.integration.tiny import CONTEXT, EOS, VOCABULARY
 T = TypeVar("T")
 
 NAME: Final = "tiny"
-# Several requests with as many choices as they may have.
-WAITING_MAX: Final = 1024
 # Every visible ASCII character but four, and the space: one token each, so a text is its tokens.
 CHARACTERS: Final = [chr(code) for code in range(32, 127) if chr(code) not in "`~^\\|"]
 TEMPLATE: Final = (
@@ -166,7 +165,7 @@ async def _opened(
 ) -> AsyncGenerator[Front]:
     async with contextlib.AsyncExitStack() as stack:
         workers = await stack.enter_async_context(
-            pair(gpu_blocks=gpu_blocks, waiting_max=WAITING_MAX)
+            pair(gpu_blocks=gpu_blocks, waiting_max=RuntimeConfig().waiting_max)
         )
         prefill = await stack.enter_async_context(_served(workers.prefill, folder / "prefill"))
         decode = await stack.enter_async_context(_served(workers.decode, folder / "decode"))

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import itertools
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from kvpool.errors import (
     UsageError,
 )
 from kvpool.events import ListSink, RequestResumed
-from kvpool.integration.conductor.dispatch import ATTEMPTS, Dispatcher, Job, Produced
+from kvpool.integration.conductor.dispatch import ATTEMPTS, RESUMES_MAX, Dispatcher, Job, Produced
 from kvpool.integration.conductor.links import WorkerLink
 from kvpool.integration.runtime.handoff import (
     PREFILL,
@@ -154,7 +155,7 @@ def play(folder: Path, story: Story, each: int = 1, *, recovery_timeout_s: float
 
 
 async def everything(dispatcher: Dispatcher, job: Job = JOB) -> list[Produced]:
-    async with contextlib.aclosing(dispatcher.stream(job)) as steps:
+    async with contextlib.aclosing(dispatcher.stream(job, dispatcher.deadline())) as steps:
         return [step async for step in steps]
 
 
@@ -224,14 +225,19 @@ def test_an_output_goes_on_after_a_loss_in_its_middle(tmp_path: Path, told: int)
     play(tmp_path, story)
 
 
-def test_every_step_further_earns_new_attempts(tmp_path: Path) -> None:
+def test_every_step_further_earns_new_attempts_but_not_for_ever(tmp_path: Path) -> None:
     async def story(dispatcher: Dispatcher, script: Script) -> None:
-        count = 3 * ATTEMPTS
+        count = RESUMES_MAX
+        assert count > ATTEMPTS
         script.break_after = [2] * count
         job = Job(tokens=[1], max_tokens=2 * count + 1, stop_tokens=[0])
         steps = await everything(dispatcher, job)
         assert [step.token for step in steps] == [*range(10, 11 + 2 * count), None]
         assert script.resumed() == count
+        script.break_after = [2] * (count + 1)
+        job = replace(job, max_tokens=2 * count + 3)
+        with pytest.raises(PeerUnreachableError, match="broken"):
+            await everything(dispatcher, job)
 
     play(tmp_path, story)
 
@@ -325,6 +331,11 @@ def test_nobody_up_is_an_error_in_time(tmp_path: Path) -> None:
         dispatcher.decode = (nobody,)
         with pytest.raises(PeerUnreachableError, match="nobody: none was up within"):
             await everything(dispatcher)
+        assert script.resumed() == 0, "it waited once more"
+        dispatcher.prefill, dispatcher.decode = (nobody,), dispatcher.decode[:0]
+        with pytest.raises(PeerUnreachableError, match="nobody: none was up within"):
+            await everything(dispatcher)
+        assert not script.served, "a decode worker holds blocks for a prompt that nobody computes"
         await nobody.close()
 
     play(tmp_path, story, recovery_timeout_s=0.05)

@@ -1,14 +1,19 @@
 """What the HTTP surface answers: shapes, choices, logprobs, stop strings and the text they belong to."""
 
+import asyncio
 import math
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from kvpool.completion import Deadline
+from kvpool.errors import TransferTimeoutError
+from kvpool.integration.conductor.dispatch import Produced
+from kvpool.integration.conductor.turn import in_turn
 from tests.unit.integration.front import CHARACTERS, NAME, Front, front
-from tests.unit.integration.pair import expected
+from tests.unit.integration.pair import WAIT_S, expected
 from tests.unit.integration.tiny import CONTEXT, tiny_model
 
 FIRST = 6  # the token of the first character
@@ -229,6 +234,42 @@ def test_the_prompt_of_several_choices_is_computed_once(served: Front) -> None:
         await served.wait_idle()
 
     served.run(story())
+
+
+def test_more_choices_than_the_workers_queues_hold(served: Front) -> None:
+    async def story() -> None:
+        fields = {"max_tokens": 2, "ignore_eos": True, "logit_bias": VISIBLE}
+        asked = [served.complete("a", n=100, **fields) for _ in range(3)]
+        asked.append(served.complete(["a", "b"] * 60, **fields))
+        for answer in await asyncio.gather(*asked):
+            assert all(len(choice["text"]) == 2 for choice in answer["choices"])
+        await served.wait_idle()
+
+    served.run(story())
+
+
+def test_all_choices_of_a_request_share_its_deadline() -> None:
+    """A further choice begins when the first one has; its time began with the request's."""
+
+    async def story() -> None:
+        began, room = asyncio.Event(), asyncio.Semaphore(1)
+
+        async def steps() -> AsyncGenerator[Produced]:
+            yield Produced(finish_reason="length")
+
+        for passed in (began, room):
+            follow = in_turn(began, Deadline(0.01), room, steps())
+            with pytest.raises(TransferTimeoutError):
+                await anext(follow)
+            began.set()
+            if passed is began:
+                await room.acquire()
+        room.release()
+        follow = in_turn(began, Deadline(WAIT_S), room, steps())
+        assert [step async for step in follow] == [Produced(finish_reason="length")]
+        assert not room.locked()
+
+    asyncio.run(story())
 
 
 def test_what_shapes_the_distribution_reaches_the_workers(served: Front) -> None:
