@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 # Why a block may be dropped; ``capacity`` is eviction's own.
 DROP_REASONS: Final = ("corrupt", "invalid")
-# Bytes that one durable write has at most: enough to hide its two syncs behind.
+# Payload of one durable write at most: enough to hide its two syncs behind.
 WRITE_BYTES: Final = 64 << 20
 # What a slot is that no longer holds the block that was written there.
 _WRONG: Final = (
@@ -128,7 +128,7 @@ class SsdTier(Tier):
                 self._index,
                 self._counts,
                 self._tell_evicted,
-                max(1, min(WRITE_SLOTS_MAX, WRITE_BYTES // files.geometry.slot_bytes)),
+                max(1, min(WRITE_SLOTS_MAX, WRITE_BYTES // layout.block_bytes)),
             )
             self.recovery = recover(files, device, self._ledger, self._index, timeout_s)
             self._staging = Staging(layout, staging_slots)

@@ -43,8 +43,9 @@ _READ_BYTES: Final = 4 << 20
 # A record with LMDB's own, in half-full pages, and what a transaction copies: on disk, not memory.
 _MAP_BYTES_PER_SLOT: Final = 512
 _MAP_BYTES_MIN: Final = 64 << 20
-# Records of one transaction.
+# Records of one transaction, and how long the thread waits for more before it writes fewer.
 _BATCH: Final = 10000
+_GATHER_S: Final = 0.25
 
 
 class SsdIndex:
@@ -68,6 +69,7 @@ class SsdIndex:
         self._changed = threading.Condition()
         self._waiting: dict[int, bytes | None] = {}
         self._writing = self._closing = self._broken = False
+        self._awaited = 0  # callers of ``wait``
         believed = checksum is not None and checksum_of(folder) == checksum
         self.found: Listing | None = None
         if not believed:
@@ -125,9 +127,14 @@ class SsdIndex:
     def wait(self, timeout_s: float) -> bool:
         """Wait until everything was handed to LMDB; False if the deadline came first."""
         with self._changed:
-            return self._changed.wait_for(
-                lambda: self._broken or not (self._waiting or self._writing), timeout_s
-            )
+            self._awaited += 1
+            self._changed.notify_all()
+            try:
+                return self._changed.wait_for(
+                    lambda: self._broken or not (self._waiting or self._writing), timeout_s
+                )
+            finally:
+                self._awaited -= 1
 
     def _run(self) -> None:
         while True:
@@ -135,11 +142,16 @@ class SsdIndex:
                 self._changed.wait_for(lambda: self._waiting or self._closing)
                 if not self._waiting:
                     return
+                # More may come at once: a transaction each would take time from who writes blocks.
+                self._changed.wait_for(self._is_due, _GATHER_S)
                 waiting, self._waiting, self._writing = self._waiting, {}, True
             self._guarded(partial(self._write, waiting))
             with self._changed:
                 self._writing = False
                 self._changed.notify_all()
+
+    def _is_due(self) -> bool:
+        return self._closing or self._awaited > 0 or len(self._waiting) >= _BATCH
 
     def _guarded(self, work: Callable[[], None]) -> None:
         """Do something to LMDB unless it has failed before."""
