@@ -4,6 +4,7 @@ Pure: no clock, socket or thread. Owns the names of a store and, for each node, 
 not been told yet. Who calls it: a server, under its lock, which sends what ``take`` gives.
 """
 
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
@@ -127,7 +128,8 @@ class Announcer:
         if node in self._behind:
             self.renew(node)
         waiting = self._pending.get(node, {})
-        kind: Kind = next(iter(waiting.values()), "stored")
+        kinds: Iterator[Kind] = iter(waiting.values())
+        kind = next(kinds, "stored")
         names: list[BlockHash] = []
         for name, said in waiting.items():
             if said != kind or len(names) == limit:

@@ -20,7 +20,6 @@ from kvpool.index.prefix import PrefixIndex
 REPLICAS_MAX: Final = 16
 
 Kind = Literal["stored", "removed"]
-Stores = tuple["Store", ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +36,9 @@ class Store:
     node: NodeId
     name: str
     identity: bytes
+
+
+Stores = tuple[Store, ...]
 
 
 @dataclass(frozen=True, slots=True)

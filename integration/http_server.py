@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 from kvpool.completion import Deadline
 from kvpool.errors import UnavailableError
@@ -94,7 +94,9 @@ class _LimitedProtocol(H11Protocol):
     def data_received(self, data: bytes) -> None:
         """Take bytes; the time for a head begins anew with the first byte after an answer."""
         super().data_received(data)
-        if self.cycle is None or self.cycle.response_complete:
+        # uvicorn's annotation leaves out that there is none before the first request.
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is None or cycle.response_complete:
             self._wait_for_head()
         elif self._impatience is not None:
             self._impatience.cancel()

@@ -1,5 +1,4 @@
-"""The C core as Python sees it: native/include/kvpool_api.h, kvpool_ucx_api.h and kvpool_ssd_api.h,
-through cffi.
+"""The C core as Python sees it, through cffi: the headers ``native/include/kvpool_*api.h``.
 
 Those headers say what each function does, who owns what, and which threads may call; a test compares
 the names here with those compiled. Functions run without the GIL. An argument that is a pointer is
