@@ -4,7 +4,6 @@ Pure: no clock, socket or thread. Owns the names of a store and, for each node, 
 not been told yet. Who calls it: a server, under its lock, which sends what ``take`` gives.
 """
 
-from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
@@ -128,8 +127,10 @@ class Announcer:
         if node in self._behind:
             self.renew(node)
         waiting = self._pending.get(node, {})
-        kinds: Iterator[Kind] = iter(waiting.values())
-        kind = next(kinds, "stored")
+        kind: Kind = "stored"
+        for oldest in waiting.values():
+            kind = oldest
+            break
         names: list[BlockHash] = []
         for name, said in waiting.items():
             if said != kind or len(names) == limit:

@@ -147,9 +147,10 @@ class Directory:
         found: list[Stores] = []
         live = set(self._live.values())
         shown: dict[int, Stores] = {}
-        for number in self._table.numbers(names).tolist():
+        numbers: list[int] = self._table.numbers(names).tolist()
+        for number in numbers:
             if number not in shown:
-                shown[number] = tuple(store for store in self._lists[number] if store in live)
+                shown[number] = tuple(one for one in self._lists[number] if one in live)
             if not shown[number]:
                 break
             found.append(shown[number])
