@@ -36,6 +36,7 @@ def transport() -> Iterator[HostTransport]:
 
 
 def fd_count() -> int:
+    """Of this process; what earlier tests had may still be on its way out, so it may fall."""
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -190,7 +191,7 @@ def test_hellos_that_lie_are_refused(target: Target, tmp_path: Path) -> None:
     os.close(null)
     assert target.connected.items == []
     target.require_healthy()
-    until(lambda: fd_count() == before)
+    until(lambda: fd_count() <= before)
 
 
 def test_a_handshake_that_fails_keeps_nothing_of_the_peer(
@@ -228,7 +229,7 @@ def test_a_handshake_that_fails_keeps_nothing_of_the_peer(
             with pytest.raises(PeerUnreachableError, match="descriptor") as caught:
                 transport.connect(path, WAIT_S)
             thread.join(WAIT_S)
-        until(lambda: (mapped(), fd_count()) == before)
+        until(lambda: mapped() <= before[0] and fd_count() <= before[1])
         assert caught.value.__cause__ is not None
     finally:
         gc.enable()
@@ -276,7 +277,7 @@ def test_oversized_packets_and_silence(target: Target) -> None:
     target.require_healthy()
     for hostile in (*silent, large, many):
         hostile.close()
-    until(lambda: fd_count() == before)
+    until(lambda: fd_count() <= before)
 
 
 def test_harm_after_the_handshake_ends_that_connection_only(target: Target) -> None:
@@ -307,7 +308,7 @@ def test_harm_after_the_handshake_ends_that_connection_only(target: Target) -> N
         mailbox.close()
         del mailbox
     target.require_healthy()
-    until(lambda: fd_count() == before)
+    until(lambda: fd_count() <= before)
 
 
 def test_a_flood_of_wakes_does_not_stop_the_others(target: Target) -> None:

@@ -47,6 +47,7 @@ def read(endpoint: Endpoint, source: RemoteSlots) -> "tuple[int, bool]":
 
 
 def fd_count() -> int:
+    """Of this process; what earlier tests had may still be on its way out, so it may fall."""
     return len(os.listdir("/proc/self/fd"))
 
 
@@ -166,7 +167,7 @@ def test_connecting_and_killing_leaves_nothing_open(
             other.kill()
         for endpoint in endpoints:
             until(lambda endpoint=endpoint: not endpoint.alive())  # type: ignore[misc]
-    until(lambda: fd_count() == before)
+    until(lambda: fd_count() <= before)
     arena.close()
 
 
@@ -179,4 +180,4 @@ def test_closing_our_side_leaves_nothing_open(transport: HostTransport, tmp_path
         for _ in range(50):
             with transport.connect(path, WAIT_S) as endpoint:
                 endpoint.wait_region(0, WAIT_S)
-            assert fd_count() == before
+            assert fd_count() <= before

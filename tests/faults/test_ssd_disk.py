@@ -83,7 +83,7 @@ def test_no_descriptors_left(tmp_path: Path) -> None:
                 open_tier(folder).close()
             except (UnavailableError, CapacityError) as error:
                 assert "ulimit -n" in str(error)
-        assert len(os.listdir("/proc/self/fd")) == in_use
+        assert len(os.listdir("/proc/self/fd")) <= in_use
     with open_tier(folder) as tier:
         put(tier)
         with limited(resource.RLIMIT_NOFILE, 3):  # at work it needs none

@@ -102,7 +102,7 @@ def test_a_library_that_hangs() -> None:
 def test_this_host(capsys: pytest.CaptureFixture[str]) -> None:
     before = os.listdir("/proc/self/fd")
     status = main(["doctor", "--json", "--dram", "1MiB"])
-    assert os.listdir("/proc/self/fd") == before
+    assert set(os.listdir("/proc/self/fd")) <= set(before)
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert all(list(row) == list(Check.__slots__) for row in rows)
     found = {row["name"]: row for row in rows}

@@ -132,4 +132,4 @@ def test_it_cannot_close_itself(loop: ProgressLoop) -> None:
 def test_it_leaves_no_descriptor_open() -> None:
     before = len(os.listdir("/proc/self/fd"))
     ProgressLoop("test-progress").close()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
