@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from kvpool.integration.runtime.handoff import WorkerStatus
 from tests.serve_process import Holdings, ServeProcess, stopped, until
 
 pytestmark = pytest.mark.model
@@ -132,6 +133,11 @@ def test_kill_the_pool(served: ServeProcess, start: Holdings) -> None:
     assert (after["d0"], after["p0"]) == (before["d0"], before["p0"])
 
 
+def share_used_up(prefill: WorkerStatus) -> bool:
+    """Say whether one decode worker has all slots that it may have: a fifth is for others."""
+    return prefill.outbox_free <= prefill.outbox_slots // 5 + 1
+
+
 def test_decode_stopped_in_mid_transfer_goes_on(served: ServeProcess, start: Holdings) -> None:
     tokens = served.status("prefill").tokens
     text = prompt("stop decode") * 4
@@ -139,7 +145,7 @@ def test_decode_stopped_in_mid_transfer_goes_on(served: ServeProcess, start: Hol
     until(lambda: served.status("prefill").tokens > tokens, "a chunk is computed")
     with stopped(served.pids()["d0"]):
         # The prompt is computed to its end, but what found no room in the outbox has to wait.
-        until(lambda: served.status("prefill").outbox_free == 0, "the outbox is full")
+        until(lambda: share_used_up(served.status("prefill")), "its share of the outbox is full")
         before = served.status("prefill")
         until(lambda: served.status("prefill").tokens >= tokens + 500, "it computes on")
         assert before.running == served.status("prefill").running == 1

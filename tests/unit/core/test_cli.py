@@ -28,6 +28,15 @@ def test_names_are_the_ones_of_the_design() -> None:
         "tiers.dram.load.256KiB",
         "tiers.dram.store.2MiB",
         "tiers.dram.store.256KiB",
+        *(f"tiers.ssd.{what}.{size}" for what in ("read", "write") for size in ("2MiB", "256KiB")),
+        *("tiers.ssd.open.1000000", "tiers.ssd.resident.1000000"),
+        *(
+            f"transfer.tcp.{what}.{size}"
+            for what in ("read", "write")
+            for size in ("64KiB", "1MiB")
+        ),
+        *(f"transfer.tcp.batch.{count}" for count in (4, 16, 64, 256, 1024)),
+        *("transfer.tcp.submit.256", "transfer.tcp.idle"),
         "transfer.host.pull.64KiB",
         "transfer.host.pull.1MiB",
         "transfer.stream.overlap",

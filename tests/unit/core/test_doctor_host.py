@@ -69,7 +69,8 @@ def test_the_library_of_the_wheel_puts_without_a_copy() -> None:
     found = chosen_library(None)
     assert found.problem == ""
     assert re.fullmatch(r"1\.\d+\.\d+", found.version)
-    assert "the libucx-cu12 wheel" in found.why
+    # An earlier test may have loaded it: then there is no choice any more.
+    assert re.search("the libucx-cu12 wheel|loaded already", found.why)
     assert "zero-copy" in found.put_protocol
     assert "cma" in found.modules
 
