@@ -1,7 +1,8 @@
-"""The stack passes the suite of tiers: whatever its disk does, DRAM keeps the contract.
+"""The stack passes the suite of tiers: DRAM keeps the contract over a disk that takes nothing.
 
-An evicted block is a miss in that suite, so nothing gets to the disk here: it fails, or it hangs.
-Blocks that are below are the business of tests/unit/tiers/test_stack.py.
+An evicted block is a miss in that suite, so nothing gets to the disk here. The flusher is at rest: it
+pins what it is about to write, and which block goes next must not hang on that. Blocks that are
+below, and the flusher, are the business of tests/unit/tiers/test_stack.py.
 """
 
 from collections.abc import Generator
@@ -28,7 +29,7 @@ from kvpool.tiers.stack import StackTier
 def stack(
     folder: Path, layout: BlockLayout, slot_count: int, kind: type[StackTier] = StackTier
 ) -> StackTier:
-    """Return a stack whose disk takes nothing: it hangs, and fails."""
+    """Return a stack whose disk fails and whose flusher is at rest."""
     fast = DramTier(Arena(layout, slot_count, new_incarnation()), PrefixIndex(slot_count))
     slow = FaultyStore(SsdTier(folder, layout, 4 * slot_count, threads=2, timeout_s=30))
     slow.failing.set()
@@ -40,7 +41,9 @@ def stack(
         high_bytes=slot_count * layout.block_bytes,
         low_bytes=slot_count * layout.block_bytes,
     )
-    return kind(fast, slow, limits, durable_bytes_max=64 * layout.block_bytes)
+    made = kind(fast, slow, limits, durable_bytes_max=64 * layout.block_bytes)
+    assert made.flusher.close(30.0)
+    return made
 
 
 class TestStackTierOverAFailingDisk(TierSuite):
