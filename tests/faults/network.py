@@ -7,6 +7,7 @@ fails and says so.
 """
 
 import ctypes
+import errno
 import fcntl
 import heapq
 import itertools
@@ -158,7 +159,12 @@ class LossyLink(Link):
             if self._stop in ready:
                 return
             for end in ready:
-                packet = os.read(end, _PACKET_BYTES_MAX)
+                try:
+                    packet = os.read(end, _PACKET_BYTES_MAX)
+                except OSError as error:
+                    if error.errno == errno.EBADFD:
+                        return  # its device went with the namespace that it was in
+                    raise
                 if dice.random() < self.loss:
                     self.lost += 1
                 else:
