@@ -34,15 +34,19 @@ $(VENV)/.native: $(NATIVE) | $(VENV)/.installed
 
 env: $(VENV)/.installed $(VENV)/.native  ## Make the environment in .venv
 
+# The real etcd that membership is tested against.
+build/etcd/etcd: tests/get_etcd.sh | $(VENV)/.installed
+	tests/get_etcd.sh $@ $(BIN)/python
+
 serve: env  ## Serve SmolLM2-135M-Instruct; ARGS="--port 9000" passes flags on
 	$(BIN)/kvpool-serve $(ARGS)
 
-test: env  ## Lint, types and all tests, as CI runs them
+test: env build/etcd/etcd  ## Lint, types and all tests, as CI runs them
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest $(ARGS)
 
-soak: env  ## The tests with many more examples and faults, for a night
+soak: env build/etcd/etcd  ## The tests with many more examples and faults, for a night
 	$(BIN)/python -m pytest --soak --timeout=7200 $(ARGS)
 
 lint: env  ## Lint and format, changing files
