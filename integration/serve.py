@@ -119,8 +119,10 @@ def child_commands(options: ServeOptions, model: Path, run_dir: Path) -> dict[st
     runtime = options.runtime
     python = (sys.executable, "-m")
     common = ("--transport", options.transport, "--die-with", str(os.getpid()))
-    dram = ("--dram", str(runtime.dram_bytes))
-    pool = ("--run-dir", str(run_dir), *dram, *common)
+    room: tuple[str, ...] = ("--dram", str(runtime.dram_bytes))
+    if options.ssd is not None:
+        room += ("--ssd", str(options.ssd), "--ssd-bytes", str(options.ssd_bytes))
+    pool = ("--run-dir", str(run_dir), *room, *common)
     shared = (
         *("--model", str(model)),
         *("--run-dir", str(run_dir)),

@@ -22,6 +22,7 @@ examples:
   kvpool-serve                                   the demo model, SmolLM2-135M-Instruct
   kvpool-serve --model ./Llama-3.2-1B --port 9000
   kvpool-serve --dram 8GiB                       keep more KV blocks between requests
+  kvpool-serve --ssd ./kv --ssd-bytes 100GiB     keep them over restarts, too
   kvpool-serve --prefill 2 --decode 2            more workers, that share the processors
 
 Prompts are computed by prefill processes, streamed layer by layer to decode processes, and kept in
@@ -46,6 +47,8 @@ class ServeOptions:
         threads: Threads that compute, in each worker.
         prefill, decode: How many workers of each role.
         transport: How KV blocks travel between the processes.
+        ssd: Folder of the pool's SSD tier; None means none.
+        ssd_bytes: Room that it takes there.
     """
 
     runtime: RuntimeConfig
@@ -58,6 +61,8 @@ class ServeOptions:
     prefill: int
     decode: int
     transport: TransportKind
+    ssd: Path | None
+    ssd_bytes: int
 
     @property
     def workers(self) -> dict[str, str]:
@@ -89,6 +94,12 @@ def make_parser() -> argparse.ArgumentParser:
     option("--device", defaults.device, "torch device to compute on")
     option("--dtype", defaults.dtype, "of weights, compute and KV; on a CPU float32 is fastest")
     option("--dram", "1GiB", "memory of the pool, kept between requests")
+    parser.add_argument(
+        "--ssd", type=Path, metavar="DIR", help="keep blocks in this folder, over restarts"
+    )
+    parser.add_argument(
+        "--ssd-bytes", default="", metavar="SIZE", help="room that is taken in it, such as 100GiB"
+    )
     option("--kv-bytes", "512MiB", "KV memory of each worker: what runs at a time")
     option("--block-tokens", defaults.block_tokens, "tokens of a block, a multiple of 16", int)
     option("--chunk-tokens", defaults.chunk_tokens, "most prompt tokens in one forward", int)
@@ -137,6 +148,8 @@ def parse_arguments(argv: Sequence[str] | None) -> ServeOptions:
         options.threads = default_threads(options.prefill + options.decode)
     if options.threads < 1:
         raise ConfigError(f"--threads is {options.threads}: use 1 or more", key="threads")
+    if (options.ssd is None) != (not options.ssd_bytes):
+        raise ConfigError("--ssd DIR and --ssd-bytes SIZE go together", key="--ssd")
     if options.model and not Path(options.model).is_dir():
         raise UsageError(f"--model: there is no folder {options.model}", path=options.model)
     runtime = RuntimeConfig(
@@ -163,4 +176,6 @@ def parse_arguments(argv: Sequence[str] | None) -> ServeOptions:
         prefill=options.prefill,
         decode=options.decode,
         transport=options.transport,
+        ssd=options.ssd,
+        ssd_bytes=parse_size(options.ssd_bytes, key="--ssd-bytes") if options.ssd else 0,
     )

@@ -32,6 +32,17 @@ def test_the_processors_are_shared() -> None:
     assert parse_arguments(["--threads", "7"]).threads == 7
 
 
+def test_the_pool_keeps_blocks_on_an_ssd_if_asked() -> None:
+    options = parse_arguments(["--ssd", "kv", "--ssd-bytes", "1GiB"])
+    pool = list(child_commands(options, Path("model"), Path("run"))["pool"])
+    assert pool[pool.index("--ssd") + 1] == "kv"
+    assert pool[pool.index("--ssd-bytes") + 1] == str(1 << 30)
+    assert "--ssd" not in child_commands(parse_arguments([]), Path("model"), Path("run"))["pool"]
+    for flags in (["--ssd", "kv"], ["--ssd-bytes", "1GiB"]):
+        with pytest.raises(ConfigError, match="go together"):
+            parse_arguments(flags)
+
+
 @pytest.mark.parametrize("flag", ["--prefill", "--decode"])
 @pytest.mark.parametrize("count", [0, -1, WORKERS_MAX + 1])
 def test_a_silly_number_of_workers_is_refused(flag: str, count: int) -> None:
