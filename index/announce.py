@@ -4,9 +4,11 @@ Pure: no clock, socket or thread. Owns the names of a store and, for each node, 
 not been told yet. Who calls it: a server, under its lock, which sends what ``take`` gives.
 """
 
+from collections.abc import Iterator
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvpool.block import HASH_BYTES, BlockHash, NodeId
 from kvpool.errors import UsageError
@@ -20,6 +22,7 @@ RUN_BLOCKS: Final = 64
 OWNERS: Final = 2
 # Names that one node may have to be told; with more it is told everything anew.
 PENDING_MAX: Final = 1 << 18
+_NO_PARENT: Final = BlockHash(bytes(HASH_BYTES))
 _RUN_MARK: Final = np.frombuffer(b"run of blocks".ljust(HASH_BYTES, b"\0"), dtype=np.uint8)
 
 
@@ -94,16 +97,50 @@ class Announcer:
         self._pending = {node: told for node, told in self._pending.items() if node not in gone}
         self._behind -= gone
         names = self._names.keys()
-        pairs = zip(
-            before.owners_of(names, self._owners), ring.owners_of(names, self._owners), strict=True
-        )
         told = 0
-        for index, (old, new) in enumerate(pairs):
-            name = BlockHash(names[index * HASH_BYTES : (index + 1) * HASH_BYTES])
-            for node in set(new) - set(old):
+        for node, rows in _new_owners(before, ring, names, self._owners):
+            for index in rows.tolist():
+                name = BlockHash(names[index * HASH_BYTES : (index + 1) * HASH_BYTES])
                 self._tell(node, name, "stored")
-                told += 1
+            told += len(rows)
         return told
+
+    def lose(self, node: NodeId) -> None:
+        """Take note that a node did not take what it was told, or forgot: it is told all anew."""
+        self._pending.pop(node, None)
+        if node in self._ring.nodes:
+            self._behind.add(node)
+
+    def restored(self, keys: bytes, parents: bytes) -> None:
+        """Take note of blocks that a store held before this process, and of the runs among them.
+
+        Args:
+            keys: Of the blocks, in any order.
+            parents: Of each, the block before it, or zeros.
+        """
+        self._add(keys)
+        above = dict(zip(_cut(keys), _cut(parents), strict=True))
+        depths: dict[BlockHash, int] = {}
+        for key in above:
+            chain: list[BlockHash] = []
+            at = key
+            while at in above and at not in depths:
+                chain.append(at)
+                at = above[at]
+            depth = depths.get(at, 0 if at == _NO_PARENT else -(1 << 40))
+            for each in reversed(chain):
+                depth += 1
+                depths[each] = depth
+        ends = [key for key, depth in depths.items() if depth > 0 and depth % RUN_BLOCKS == 0]
+        self._add(b"".join(run_name(key) for key in ends))
+
+    def gone(self, keys: bytes) -> list[BlockHash]:
+        """Return the blocks that are named here and not among ``keys``, in no order."""
+        named, here = _rows(self._names.keys()), _rows(keys)
+        runs = _rows((_bytes_of(keys) ^ _RUN_MARK).tobytes())
+        lost = named[~np.isin(named, np.concatenate([here, runs]))]
+        # The name of a run that is gone is no block's: whoever removes it finds nothing more.
+        return [BlockHash(bytes(name)) for name in lost]
 
     def renew(self, node: NodeId) -> None:
         """Tell a node everything anew: it has forgotten, or was out of reach for too long."""
@@ -122,7 +159,7 @@ class Announcer:
     def take(self, node: NodeId, limit: int) -> tuple[Kind, bytes]:
         """Return what to tell a node next: up to ``limit`` names of one kind, oldest first.
 
-        What could not be sent is given back with ``renew``.
+        What could not be sent is given back with ``lose``.
         """
         if node in self._behind:
             self.renew(node)
@@ -161,3 +198,33 @@ class Announcer:
         if len(told) > PENDING_MAX:
             del self._pending[node]
             self._behind.add(node)
+
+
+def _new_owners(
+    before: Ring, after: Ring, names: bytes, owners: int
+) -> Iterator[tuple[NodeId, NDArray[np.intp]]]:
+    """Yield each node with the rows of the names that it owns in one ring, and not in the other."""
+    numbers = {node: number for number, node in enumerate(after.nodes)}
+    # Nodes that are gone have no number in the later ring.
+    known = np.array([numbers.get(node, -1) for node in before.nodes], dtype=np.intp)
+    old, new = before.owner_numbers(names, owners), after.owner_numbers(names, owners)
+    old = known[old] if old.size else old
+    for column in range(new.shape[1]):
+        is_new = ~(old == new[:, column : column + 1]).any(axis=1)
+        for number in np.unique(new[is_new, column]).tolist():
+            yield after.nodes[number], np.flatnonzero(is_new & (new[:, column] == number))
+
+
+def _bytes_of(names: bytes) -> NDArray[np.uint8]:
+    return np.frombuffer(names, dtype=np.uint8).reshape(-1, HASH_BYTES)
+
+
+def _rows(names: bytes) -> NDArray[np.void]:
+    """Return names as values that can be compared whole."""
+    return np.frombuffer(names, dtype=np.dtype((np.void, HASH_BYTES)))
+
+
+def _cut(names: bytes) -> list[BlockHash]:
+    return [
+        BlockHash(names[begin : begin + HASH_BYTES]) for begin in range(0, len(names), HASH_BYTES)
+    ]

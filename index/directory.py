@@ -74,9 +74,14 @@ class Directory:
     def __len__(self) -> int:
         return len(self._table)
 
-    def subscribe(self, tell: Callable[[Change], None]) -> None:
-        """Have announcements and withdrawals told, by who makes them. ``tell`` must not raise."""
+    def subscribe(self, tell: Callable[[Change], None]) -> Callable[[], None]:
+        """Have announcements and withdrawals told, by who makes them. ``tell`` must not raise.
+
+        Returns:
+            What ends it.
+        """
         self._subscribers.append(tell)
+        return lambda: self._subscribers.remove(tell)
 
     # ---- which stores there are ------------------------------------------------------------------
 

@@ -8,10 +8,11 @@ was not found, or of the rest behind the last full run. A prompt shorter than a 
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Final
 
-from kvpool.block import HASH_BYTES, BlockHash, NodeId
+from kvpool.block import HASH_BYTES, NodeId
 from kvpool.errors import UsageError
 from kvpool.index.announce import OWNERS, RUN_BLOCKS, run_names
 from kvpool.index.directory import Stores
@@ -45,13 +46,20 @@ class Lookup:
         ring: Of the directory; not empty.
         load: Chooses among the owners of a name; shared by all look-ups of a reader.
         owners: How many nodes know of each name.
+        avoid: Nodes that did not answer lately: asked only if no other owner is left.
 
     Attributes:
         rounds: Rounds asked so far, 2 at most.
     """
 
     def __init__(
-        self, hashes: bytes, ring: Ring, load: BoundedLoad, *, owners: int = OWNERS
+        self,
+        hashes: bytes,
+        ring: Ring,
+        load: BoundedLoad,
+        *,
+        owners: int = OWNERS,
+        avoid: AbstractSet[NodeId] = frozenset(),
     ) -> None:
         if not len(ring):
             raise UsageError("an empty ring: there is nobody to ask")
@@ -60,7 +68,9 @@ class Lookup:
         self._load = load
         self._owners = owners
         self._pieces: list[Piece] = []
-        self._asked: list[NodeId] = []  # who was asked of each name of the round
+        self._avoid = set(avoid)
+        self._names = b""  # of the round
+        self._asked: list[NodeId] = []  # who was asked of each
         self._runs = len(hashes) // HASH_BYTES // RUN_BLOCKS
         self.rounds = 0
 
@@ -77,6 +87,22 @@ class Lookup:
             return []
         self.rounds += 1
         return self._questions(names)
+
+    def ask_others(self, failed: AbstractSet[NodeId]) -> list[Question]:
+        """Ask other owners what nodes of this round did not answer, in the same round.
+
+        Returns:
+            Questions in place of the round's earlier ones to the same nodes; none if nobody is left.
+        """
+        self._avoid |= failed
+        owners = self._ring.owners_of(self._names, self._owners)
+        again: set[NodeId] = set()
+        for index, node in enumerate(self._asked):
+            others = [one for one in owners[index] if one not in self._avoid]
+            if node in failed and others:
+                self._asked[index] = others[0]
+                again.add(others[0])
+        return [question for question in self._by_node() if question.node in again]
 
     def answer(self, answers: Mapping[NodeId, Sequence[Stores]]) -> None:
         """Take a round's answers.
@@ -109,13 +135,18 @@ class Lookup:
         return self._pieces[-1].end if self._pieces else 0
 
     def _questions(self, names: bytes) -> list[Question]:
-        self._asked = []
-        by_node: dict[NodeId, list[BlockHash]] = {}
-        for index, owners in enumerate(self._ring.owners_of(names, self._owners)):
-            name = BlockHash(names[index * HASH_BYTES : (index + 1) * HASH_BYTES])
-            node = self._load.choose(owners)
-            self._asked.append(node)
-            by_node.setdefault(node, []).append(name)
+        self._names = names
+        self._asked = [
+            self._load.choose([one for one in owners if one not in self._avoid] or owners)
+            for owners in self._ring.owners_of(names, self._owners)
+        ]
+        return self._by_node()
+
+    def _by_node(self) -> list[Question]:
+        by_node: dict[NodeId, list[bytes]] = {}
+        for index, node in enumerate(self._asked):
+            begin = index * HASH_BYTES
+            by_node.setdefault(node, []).append(self._names[begin : begin + HASH_BYTES])
         return [Question(node, b"".join(asked)) for node, asked in by_node.items()]
 
 

@@ -70,6 +70,17 @@ class Ring:
         table = self._table(count)
         return [table[begin] for begin in begins.tolist()]
 
+    def owner_numbers(self, names: bytes, count: int) -> NDArray[np.intp]:
+        """Return ``owners`` of many names as numbers in ``nodes``, [names, owners]."""
+        wanted = min(count, len(self.nodes))
+        places = np.frombuffer(names, dtype=">u8").reshape(-1, HASH_BYTES // 8)[:, 0]
+        if not wanted:
+            return np.empty((len(places), 0), dtype=np.intp)
+        begins = np.searchsorted(self._places, places.astype(np.uint64)) % len(self._places)
+        numbers = {node: number for number, node in enumerate(self.nodes)}
+        table = np.array([[numbers[node] for node in owners] for owners in self._table(count)])
+        return table.astype(np.intp)[begins]
+
     def _table(self, count: int) -> list[tuple[NodeId, ...]]:
         """Return the owners that follow each point, made once for each ``count``."""
         if count not in self._tables:

@@ -15,7 +15,7 @@ from kvpool.memory import BlockView, Span
 from kvpool.pool import Pool
 
 if TYPE_CHECKING:
-    from kvpool.client.remote import connect
+    from kvpool.client.connect import connect
 
 __all__ = [
     "BlockLayout",
@@ -39,7 +39,7 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     if name == "connect":
-        from kvpool.client.remote import connect
+        from kvpool.client.connect import connect
 
         return connect
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

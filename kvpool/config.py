@@ -137,6 +137,13 @@ class TransferConfig:
             asked again; doubled after each failure.
         stores_max: Stores under way or queued at a client; one more is refused.
         completion_threads: Threads of a client that stage blocks and wait for replies.
+        ucx_host: Address that UCX binds to. Any other than loopback needs ``trusted_network``.
+        trusted_network: Whether everybody who reaches ``ucx_host`` may write to this process's
+            memory: UCX over TCP asks nobody who they are.
+        advertise: Address that peers are told in place of ``ucx_host``; ``""``: the same.
+        read_timeout_s: Longest that one replica may keep a load waiting for its first answer before
+            the next one is asked.
+        replicas: Copies of each block that a store makes, on nodes of their own.
     """
 
     staging_bytes: int = 64 << 20
@@ -146,9 +153,15 @@ class TransferConfig:
     backoff_max_s: float = 5.0
     stores_max: int = 64
     completion_threads: int = 4
+    ucx_host: str = "127.0.0.1"
+    trusted_network: bool = False
+    advertise: str = ""
+    read_timeout_s: float = 0.25
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         _require_positive(self, "transfer", "staging_bytes", "match_timeout_s", "request_timeout_s")
+        _require_positive(self, "transfer", "read_timeout_s", "replicas")
         _require_positive(self, "transfer", "backoff_min_s", "stores_max", "completion_threads")
         _require(
             self.backoff_max_s >= self.backoff_min_s,
@@ -170,6 +183,12 @@ class ServerConfig:
         lease_check_s: How often leases that ran out are looked for, and gauges are set.
         clients_max: Connected clients; one more is refused.
         stores_max: Stores running at once over all clients; one more is refused.
+        node: Name of this node in the ring, the same in every run of it; ``""``: it is alone.
+        listen: ``host:port`` of the control plane, besides the socket in ``run_dir``; ``""``: none.
+        advertise: ``host:port`` that others are told in place of ``listen``; ``""``: the same.
+        transfer: Where its UCX binds.
+        directory_names_max: Names that its shard of the directory has room for.
+        announce_interval_s: How often other nodes hear from this one, news or not.
     """
 
     run_dir: Path
@@ -179,6 +198,12 @@ class ServerConfig:
     lease_check_s: float = 1.0
     clients_max: int = 256
     stores_max: int = 256
+    node: str = ""
+    listen: str = ""
+    advertise: str = ""
+    transfer: TransferConfig = field(default_factory=TransferConfig)
+    directory_names_max: int = 1 << 20
+    announce_interval_s: float = 1.0
 
     def __post_init__(self) -> None:
         size = len(str(self.run_dir.absolute()).encode())
@@ -193,6 +218,7 @@ class ServerConfig:
         _require_positive(
             self, "server", "stop_timeout_s", "lease_check_s", "clients_max", "stores_max"
         )
+        _require_positive(self, "server", "directory_names_max", "announce_interval_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,7 +31,7 @@ TIERS: Final = ("gpu", "dram", "ssd", "other")
 SLOT_STATES: Final = ("free", "reserved", "ready", "quarantined")
 METHODS: Final = (
     *("hello", "configure", "match", "lease", "report", "release", "store", "stats"),
-    *("tiers", "evict", "verify"),
+    *("tiers", "evict", "verify", "write", "members", "lookup", "announce"),
 )
 ROLES: Final = ("prefill", "decode", "other")
 OUTCOMES: Final = ("ok", "refused", "failed", "cancelled")

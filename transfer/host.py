@@ -67,8 +67,14 @@ class HostTransport(Transport):
     One lock guards regions, endpoints and the listener; handshakes belong to the progress thread.
     """
 
-    def __init__(self, name: str = "kvpool-host", *, copy_threads: int = 2) -> None:
-        self.incarnation = new_incarnation()
+    def __init__(
+        self,
+        name: str = "kvpool-host",
+        *,
+        copy_threads: int = 2,
+        incarnation: Incarnation | None = None,
+    ) -> None:
+        self.incarnation = incarnation or new_incarnation()
         self._lock = threading.Lock()
         self._regions: list[tuple[RegionOffer, int]] = []
         self._endpoints: set[HostEndpoint] = set()

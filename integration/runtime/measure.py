@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from kvpool.block import BlockLayout
-from kvpool.client.remote import connect
+from kvpool.client.connect import connect
 from kvpool.errors import InternalError, UnavailableError, UsageError
 from kvpool.integration.conductor.profile import (
     DecodeSample,

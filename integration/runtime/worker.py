@@ -21,7 +21,7 @@ from typing import Any, Final, Literal, Protocol
 from kvpool._native import lib
 from kvpool.base import BlockPool, Chain, StoreResult
 from kvpool.block import BlockLayout
-from kvpool.client.remote import connect
+from kvpool.client.connect import connect
 from kvpool.client.rpc import Service
 from kvpool.completion import Completion, Deadline
 from kvpool.config import RuntimeConfig, parse_size

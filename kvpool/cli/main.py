@@ -104,7 +104,7 @@ def _stats(arguments: argparse.Namespace) -> None:
         ) from error
     finally:
         caller.close()
-    counts = {**reply.stats, **reply.extra}
+    counts = {**dict(sorted(reply.stats.items())), **dict(sorted(reply.extra.items()))}
     if arguments.json:
         print(msgspec.json.encode(counts).decode())
         return

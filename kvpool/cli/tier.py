@@ -12,7 +12,7 @@ import msgspec
 
 from kvpool.client import protocol
 from kvpool.client.rpc import Caller
-from kvpool.errors import PeerUnreachableError, UnavailableError
+from kvpool.errors import PeerUnreachableError, UnavailableError, UsageError
 
 _TIMEOUT_S: Final = 5.0
 # A GiB a second is little for memory.
@@ -44,22 +44,25 @@ def run(arguments: argparse.Namespace) -> int:
     caller = Caller(f"unix:{arguments.run_dir.absolute() / protocol.CONTROL_SOCKET}")
     try:
         if arguments.action == "verify":
-            reply = caller.call(protocol.VERIFY, protocol.Done(), _VERIFY_TIMEOUT_S)
-            shown = {"checked": reply.checked, "bad": reply.bad}
+            found = caller.call(protocol.VERIFY, protocol.Done(), _VERIFY_TIMEOUT_S)
+            shown = {"checked": found.checked, "bad": found.bad}
             _print({"dram": shown}, arguments.json)
-            return 1 if reply.bad else 0
+            return 1 if found.bad else 0
         if arguments.action == "evict":
+            if arguments.blocks < 0:
+                raise UsageError(f"evict {arguments.blocks} blocks: name 0 or more")
             request = protocol.EvictRequest(blocks=arguments.blocks)
             evicted = caller.call(protocol.EVICT, request, _TIMEOUT_S).blocks
             _print({"dram": {"evicted": evicted}}, arguments.json)
             return 0
-        tiers = caller.call(protocol.TIERS, protocol.Done(), _TIMEOUT_S).tiers
+        reply = caller.call(protocol.TIERS, protocol.Done(), _TIMEOUT_S)
     except UnavailableError as error:
         raise PeerUnreachableError(
             f"no server answers in {arguments.run_dir}: start one with kvpool-server --run-dir"
         ) from error
     finally:
         caller.close()
+    tiers = {tier.name: dict(sorted(tier.counts.items())) for tier in reply.tiers}
     if arguments.action == "ls":
         names = ("slots", "ready", "free", "used_bytes")
         tiers = {

@@ -4,7 +4,6 @@ Owns the connection of a run directory, the thread that makes it again after a l
 that a silent or dead server is given. Knows nothing of blocks. Who calls it: the remote pool.
 """
 
-import contextlib
 import logging
 import os
 import threading
@@ -14,7 +13,9 @@ from pathlib import Path
 from kvpool.block import BlockLayout, Incarnation
 from kvpool.client import protocol
 from kvpool.client.breaker import Breaker
-from kvpool.client.rpc import Caller, Method, Reply, Request
+from kvpool.client.rpc import OPEN, Caller, ClientAccess, Method, Reply, Request
+from kvpool.client.staging import Staging
+from kvpool.client.ways import Ways
 from kvpool.clock import Clock
 from kvpool.completion import Deadline
 from kvpool.errors import (
@@ -24,10 +25,32 @@ from kvpool.errors import (
     TransferTimeoutError,
     UsageError,
 )
-from kvpool.transfer.base import Endpoint, Transport
-from kvpool.transfer.choice import TransportKind
+from kvpool.transfer.base import Endpoint
+from kvpool.transfer.choice import TRANSPORT_KINDS
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a server is asked.
+
+    Attributes:
+        target: ``unix:PATH`` or ``HOST:PORT`` of its control plane.
+        access: How a client shows who it is.
+    """
+
+    target: str
+    access: ClientAccess = OPEN
+
+    @classmethod
+    def of_run_dir(cls, run_dir: Path) -> "Place":
+        """Return the place of the server that runs in a folder of this host."""
+        return cls(f"unix:{run_dir.absolute()}/{protocol.CONTROL_SOCKET}")
+
+    def __str__(self) -> str:
+        """Name it for a person: a run directory, or an address."""
+        return self.target.removeprefix("unix:").removesuffix(f"/{protocol.CONTROL_SOCKET}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,70 +59,93 @@ class Link:
 
     Attributes:
         caller: Control messages.
-        endpoint: Bytes, and who is alive.
+        endpoint: Bytes, and who is alive. None: bytes go through ``caller``, in streams.
+        staging: Where batches of stores are held out to the server; None without an endpoint.
         client: The name of this connection at the server.
+        welcome: What the server said of itself.
         region: The server's region that its blocks lie in.
     """
 
     caller: Caller
-    endpoint: Endpoint
+    endpoint: Endpoint | None
+    staging: Staging | None
     client: bytes
+    welcome: protocol.Welcome
     region: int
+
+    def alive(self) -> bool:
+        """Say whether the server is not known to be gone."""
+        return self.endpoint is None or self.endpoint.alive()
 
     def close(self) -> None:
         """Close both. Idempotent."""
-        self.endpoint.close()
+        if self.endpoint is not None:
+            self.endpoint.close()
         self.caller.close()
 
 
-def transport_kind(run_dir: Path, layout: BlockLayout, timeout_s: float) -> TransportKind:
-    """Ask the server of a run directory which transport it has. Raises as ``open_link``."""
-    with contextlib.closing(_caller(run_dir)) as caller:
-        welcome = _configure(caller, layout, timeout_s)
-    return "ucx" if welcome.address.startswith("ucx://") else "host"
-
-
-def _caller(run_dir: Path) -> Caller:
-    return Caller(f"unix:{run_dir.absolute()}/{protocol.CONTROL_SOCKET}")
-
-
-def _configure(caller: Caller, layout: BlockLayout, timeout_s: float) -> protocol.Welcome:
-    configure = protocol.ConfigureRequest(
-        version=protocol.PROTOCOL_VERSION, layout=protocol.encode_layout(layout)
-    )
-    return caller.call(protocol.CONFIGURE, configure, timeout_s)
-
-
-def open_link(run_dir: Path, layout: BlockLayout, transport: Transport, timeout_s: float) -> Link:
-    """Connect to the server of a run directory.
+def open_link(place: Place, layout: BlockLayout, ways: Ways, timeout_s: float) -> Link:
+    """Connect to a server, by the first of its ways that works from here; else through streams.
 
     Raises:
         LayoutMismatchError, UsageError: The server keeps blocks of another layout, or is of another
-            version of kvpool.
+            version of kvpool, or does not let this client in.
         PeerUnreachableError: Nobody listens there.
         TransferTimeoutError: It did not answer within ``timeout_s``.
     """
     deadline = Deadline(timeout_s)
-    caller = _caller(run_dir)
+    caller = Caller(place.target, place.access)
     endpoint: Endpoint | None = None
     try:
-        welcome = _configure(caller, layout, deadline.remaining_s())
-        endpoint = transport.connect(
-            welcome.address or str(run_dir / protocol.TRANSPORT_SOCKET),
-            deadline.remaining_s(),
-            Incarnation(welcome.server),
+        configure = protocol.ConfigureRequest(
+            version=protocol.PROTOCOL_VERSION, layout=protocol.encode_layout(layout)
         )
+        welcome = caller.call(protocol.CONFIGURE, configure, deadline.remaining_s())
+        version = protocol.spoken_version(welcome.version)
         client = os.urandom(protocol.CLIENT_BYTES)
-        if not endpoint.notify(client):
-            raise PeerUnreachableError("the server took no notification: connect again")
-        hello = protocol.Hello(version=protocol.PROTOCOL_VERSION, client=client)
+        staging, region = None, 0
+        found = _connect(welcome, ways, deadline)
+        if found is not None:
+            endpoint, staging, region = found
+            if not endpoint.notify(client):
+                raise PeerUnreachableError("the server took no notification: connect again")
+        hello = protocol.HelloRequest(version=version, client=client, streams=endpoint is None)
         caller.call(protocol.HELLO, hello, deadline.remaining_s())
     except BaseException:
         if endpoint is not None:
             endpoint.close()
         caller.close()
         raise
-    return Link(caller, endpoint, client, welcome.region)
+    return Link(caller, endpoint, staging, client, welcome, region)
+
+
+def _connect(
+    welcome: protocol.Welcome, ways: Ways, deadline: Deadline
+) -> tuple[Endpoint, Staging, int] | None:
+    """Connect by the first way that works; None if none does.
+
+    Raises what the last one raised if the caller handed a transport in, and ClosedError.
+    """
+    failed: KVPoolError | None = None
+    offered = [way for kind in TRANSPORT_KINDS for way in welcome.ways if way.kind == kind]
+    for number, way in enumerate(offered):
+        kind = next(kind for kind in TRANSPORT_KINDS if kind == way.kind)
+        if kind == "host" and not ways.given and not os.path.exists(way.address):
+            continue  # another host's
+        try:
+            own = ways.way(kind)
+            # What is left is shared among the ways that are left, so that one cannot have it all.
+            wait_s = deadline.remaining_s() / (len(offered) - number)
+            expected = Incarnation(welcome.server)
+            return own.transport.connect(way.address, wait_s, expected), own.staging, way.region
+        except ClosedError:
+            raise
+        except KVPoolError as error:
+            logger.debug("no way %s to %s: %s", way.kind, way.address, error)
+            failed = error
+    if ways.given and failed is not None:
+        raise failed
+    return None
 
 
 class LinkKeeper:
@@ -108,7 +154,7 @@ class LinkKeeper:
     One condition guards the links and ``_closed``. Nothing is called under it.
 
     Args:
-        run_dir, layout, transport: As for ``open_link``.
+        place, layout, ways: As for ``open_link``.
         clock: Of the pauses between tries.
         attempt_s: Longest time of one try.
         backoff_min_s, backoff_max_s: The pauses.
@@ -116,31 +162,43 @@ class LinkKeeper:
 
     def __init__(
         self,
-        run_dir: Path,
+        place: Place,
         layout: BlockLayout,
-        transport: Transport,
+        ways: Ways,
         clock: Clock,
         *,
         attempt_s: float,
         backoff_min_s: float,
         backoff_max_s: float,
     ) -> None:
-        self._run_dir = run_dir
+        self.place = place
         self._layout = layout
-        self._transport = transport
+        self._ways = ways
         self._attempt_s = attempt_s
         self._retry = Breaker(clock, min_s=backoff_min_s, max_s=backoff_max_s)  # of a dead server
         self._silence = Breaker(clock, min_s=backoff_min_s, max_s=backoff_max_s)
         self._changed = threading.Condition()
         self._link: Link | None = None
         self._dead: list[Link] = []  # lost, to be closed by the thread
+        self._welcome: protocol.Welcome | None = None
         self._closed = False
         self._thread = threading.Thread(target=self._keep, name="kvpool-link", daemon=True)
         self.losses = 0
 
     def open(self, timeout_s: float) -> None:
         """Make the first link, and start to keep it. Raises as ``open_link``."""
-        self._adopt(open_link(self._run_dir, self._layout, self._transport, timeout_s))
+        self._adopt(open_link(self.place, self._layout, self._ways, timeout_s))
+        self._thread.start()
+
+    def welcome(self) -> protocol.Welcome:
+        """Return what the server said last of itself. Raises PeerUnreachableError before it did."""
+        with self._changed:
+            if self._welcome is None:
+                raise PeerUnreachableError(f"no server at {self.place} yet: recompute, or wait")
+            return self._welcome
+
+    def start(self) -> None:
+        """Look for the first link in the background."""
         self._thread.start()
 
     def link(self) -> Link:
@@ -155,7 +213,7 @@ class LinkKeeper:
                 raise ClosedError("the pool is closed: connect again")
             if self._link is None:
                 raise PeerUnreachableError(
-                    f"no server in {self._run_dir}: recompute; a new one is looked for"
+                    f"no server at {self.place}: recompute; a new one is looked for"
                 )
             return self._link
 
@@ -206,7 +264,7 @@ class LinkKeeper:
         """Wait for a link. Raises TransferTimeoutError after ``timeout_s``."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._link is not None, timeout_s):
-                raise TransferTimeoutError(f"no server in {self._run_dir} within {timeout_s} s")
+                raise TransferTimeoutError(f"no server at {self.place} within {timeout_s} s")
 
     def close(self, timeout_s: float) -> None:
         """Close the link and end the thread. Idempotent, bounded."""
@@ -225,12 +283,14 @@ class LinkKeeper:
             closed = self._closed
             if not closed:
                 self._link = link
+                self._welcome = link.welcome
                 self._changed.notify_all()
         if closed:
             link.close()
             return
         # At once if it is lost already. From the progress thread: closing may not be done there.
-        link.endpoint.on_lost(lambda _: self._lost(link))
+        if link.endpoint is not None:
+            link.endpoint.on_lost(lambda _: self._lost(link))
 
     def _lost(self, link: Link) -> None:
         with self._changed:
@@ -250,15 +310,15 @@ class LinkKeeper:
             for link in dead:
                 link.close()
             try:
-                link = open_link(self._run_dir, self._layout, self._transport, self._attempt_s)
+                link = open_link(self.place, self._layout, self._ways, self._attempt_s)
             except ClosedError:
                 return  # the transport was closed: nobody can connect any more
             except UsageError as error:
-                logger.warning("the server in %s cannot be used: %s", self._run_dir, error)
+                logger.warning("the server at %s cannot be used: %s", self.place, error)
             except KVPoolError as error:
-                logger.debug("no server in %s yet: %s", self._run_dir, error)
+                logger.debug("no server at %s yet: %s", self.place, error)
             else:
-                logger.info("connected to the server in %s again", self._run_dir)
+                logger.info("connected to the server at %s again", self.place)
                 self._retry.succeeded()
                 self._adopt(link)
                 continue

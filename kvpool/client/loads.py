@@ -6,18 +6,23 @@ block that did not verify, and a lease that waited for its last load. Who calls 
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import dataclass
+from typing import Final
 
 from kvpool.base import Chain, Lease
 from kvpool.block import BlockLayout
 from kvpool.client import protocol
 from kvpool.client.link import Link, LinkKeeper
+from kvpool.client.streams import join
 from kvpool.clock import Clock
-from kvpool.completion import Completion, CompletionSource
+from kvpool.completion import Completion, CompletionSource, Deadline
 from kvpool.errors import (
+    CancelledTransferError,
     ClosedError,
+    InternalError,
     KVPoolError,
     LeaseExpiredError,
     PeerUnreachableError,
@@ -27,6 +32,9 @@ from kvpool.memory import BlockView
 from kvpool.transfer.base import RemoteSlots
 
 logger = logging.getLogger(__name__)
+
+# Loads at once through streams; more wait their turn.
+_READERS: Final = 4
 
 
 class RemoteLease(Lease):
@@ -108,6 +116,7 @@ class Loads:
         self._clock = clock
         self._timeout_s = timeout_s
         self._teller = ThreadPoolExecutor(1, "kvpool-tell")
+        self._readers = ThreadPoolExecutor(_READERS, "kvpool-read")
         self._changed = threading.Condition()
         self._running: set[_Load] = set()
         self._closed = False
@@ -162,6 +171,7 @@ class Loads:
         with self._changed:
             if not self._changed.wait_for(lambda: not self._running, timeout_s):
                 logger.error("%d loads have not ended in %s s", len(self._running), timeout_s)
+        self._readers.shutdown(wait=True)
         self._teller.shutdown(wait=True)
 
     def _pull(
@@ -169,6 +179,8 @@ class Loads:
     ) -> Completion[int]:
         span = slice(first, first + len(dest))
         source = lease.source
+        if lease.link.endpoint is None:
+            return self._pull_stream(lease, dest, first, deadline_s)
         try:
             return lease.link.endpoint.read_blocks(
                 dest,
@@ -179,6 +191,40 @@ class Loads:
             )
         except ClosedError as error:
             raise PeerUnreachableError(f"the server was lost, recompute: {error}") from error
+
+    def _pull_stream(
+        self, lease: RemoteLease, dest: BlockView, first: int, deadline_s: float
+    ) -> Completion[int]:
+        """Read through a stream, on a thread of the readers."""
+        ended: CompletionSource[int] = CompletionSource()
+        deadline = Deadline(deadline_s)
+        request = protocol.ReadRequest(
+            client=lease.link.client, lease=lease.number, first=first, count=len(dest)
+        )
+
+        def messages() -> Iterator[protocol.Payload]:
+            stream = lease.link.caller.stream(protocol.READ, request, deadline.remaining_s())
+            with closing(stream):
+                for message in stream:
+                    if ended.cancel_requested:
+                        raise CancelledTransferError("cancelled by the caller")
+                    yield message
+
+        def work() -> None:
+            try:
+                with closing(messages()) as coming:
+                    ended.finish(join(coming, dest))
+            except KVPoolError as error:
+                ended.fail(error)
+            except Exception as error:
+                logger.exception("a read failed")
+                ended.fail(InternalError(f"a read failed: {error!r}"))
+
+        try:
+            self._readers.submit(work)
+        except RuntimeError as error:
+            raise ClosedError("the pool is closed: connect again") from error
+        return ended.completion
 
     def _ended(self, load: _Load) -> None:
         """End a load. On a thread of the transport, which must not be kept."""
@@ -224,7 +270,7 @@ class Loads:
             return lease.closed and not lease.running
 
     def _release(self, lease: RemoteLease) -> None:
-        if not lease.link.endpoint.alive():
+        if not lease.link.alive():
             return  # the server gave it back when the connection ended
         request = protocol.ReleaseRequest(client=lease.link.client, lease=lease.number)
         try:

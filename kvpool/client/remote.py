@@ -1,14 +1,15 @@
-"""The client of a server: the Pool interface over one kvpool-server of this host.
+"""The client of a server: the Pool interface over one kvpool-server.
 
-Owns the client's side of leases, loads and stores. Bytes of a load are pulled out of the server's
-arena, which is mapped read-only here; bytes of a store are pulled by the server out of a staging
-arena of this process. Never writes into the server's memory. Who calls it: engines and workers.
+Owns the client's side of leases, loads and stores. On one host, bytes of a load are pulled out of the
+server's arena, which is mapped read-only here, and bytes of a store are pulled by the server out of a
+staging arena of this process; between hosts they go through UCX, or gRPC streams. Never writes into
+the server's memory. Who calls it: ``connect``, and the pool over many servers.
 """
 
 import logging
 import os
 import threading
-from pathlib import Path
+from dataclasses import replace
 from typing import Final
 
 from kvpool.base import (
@@ -23,18 +24,17 @@ from kvpool.base import (
 )
 from kvpool.block import HASH_BYTES, BlockLayout, Namespace
 from kvpool.client import protocol
-from kvpool.client.link import Link, LinkKeeper, transport_kind
+from kvpool.client.link import Link, LinkKeeper, Place
 from kvpool.client.loads import Loads, RemoteLease
 from kvpool.client.rpc import Method, Reply, Request
-from kvpool.client.staging import Staging
 from kvpool.client.stores import Stores
+from kvpool.client.ways import Ways
 from kvpool.clock import Clock, SystemClock
 from kvpool.completion import Completion, CompletionSource, Deadline
 from kvpool.config import TransferConfig
 from kvpool.errors import (
     CapacityError,
     ClosedError,
-    ConfigError,
     PeerUnreachableError,
     TransferTimeoutError,
     UnavailableError,
@@ -42,8 +42,6 @@ from kvpool.errors import (
 )
 from kvpool.memory import BlockView
 from kvpool.pool import hash_tokens, require_within
-from kvpool.transfer.base import Transport
-from kvpool.transfer.choice import open_transport
 
 logger = logging.getLogger(__name__)
 
@@ -51,108 +49,68 @@ logger = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S: Final = 2.0
 
 
-def connect(
-    run_dir: Path | str,
-    layout: BlockLayout,
-    timeout_s: float = 30.0,
-    *,
-    transport: Transport | None = None,
-    config: TransferConfig | None = None,
-) -> "RemotePool":
-    """Connect to the server that runs in a folder, and return it as a pool.
-
-    Args:
-        run_dir: The folder given to ``kvpool-server --run-dir``.
-        layout: Of the blocks. The first client's layout opens the server's arena.
-        timeout_s: Longest wait for the server; opening its arena takes about a second per GiB.
-        transport: The transport of this process, if it has one: it stays the caller's. Of the kind
-            that the server was started with. None makes one of that kind, which is closed with the
-            pool.
-        config: Waits and sizes; None means the defaults.
-
-    Raises:
-        LayoutMismatchError, UsageError: The server keeps another layout, or is another version.
-        ConfigError: The staging has no room for one block.
-        PeerUnreachableError, TransferTimeoutError: No server there, or it did not answer.
-
-    A server that is lost later is looked for again in the background.
-    """
-    settings = config or TransferConfig()
-    if settings.staging_bytes < layout.block_bytes:
-        raise ConfigError(
-            f"transfer.staging_bytes is {settings.staging_bytes}: a block has {layout.block_bytes}",
-            key="transfer.staging_bytes",
-        )
-    deadline = Deadline(timeout_s)
-    folder = Path(run_dir)
-    owned: Transport | None = None
-    if transport is None:
-        kind = transport_kind(folder, layout, timeout_s)
-        transport = owned = open_transport(kind, "kvpool-client")
-    try:
-        return RemotePool(folder, layout, transport, settings, deadline.remaining_s(), owned=owned)
-    except BaseException:
-        if owned is not None:
-            owned.close()
-        raise
-
-
 class RemotePool(BlockPool):
-    """A pool in another process of this host. Safe from any thread.
+    """A pool in another process. Safe from any thread.
 
     Its parts have their own locks; ``_lock`` here guards only ``_closed`` and ``_unreachable``.
 
     Args:
-        run_dir, layout: Where the server is, and what it keeps.
-        transport: The transport of this process.
+        place, layout: Where the server is, and what it keeps.
+        ways: Of this process to it.
         config: Waits and sizes.
-        timeout_s: Longest wait for the first connection.
+        timeout_s: Longest wait for the first connection; None: it is looked for in the background.
         clock: Of leases and pauses.
-        owned: A transport to close with the pool.
+        owns_ways: Whether ``ways`` are closed with the pool. If not, they are to be stopped before.
 
     Raises as ``connect``.
     """
 
     def __init__(
         self,
-        run_dir: Path,
+        place: Place,
         layout: BlockLayout,
-        transport: Transport,
+        ways: Ways,
         config: TransferConfig,
-        timeout_s: float,
+        timeout_s: float | None,
         *,
         clock: Clock | None = None,
-        owned: Transport | None = None,
+        owns_ways: bool = True,
     ) -> None:
         self.layout = layout
         self._config = config
         self._clock: Clock = clock or SystemClock()
-        self._owned = owned
+        self._ways = ways if owns_ways else None
         self._lock = threading.Lock()
         self._closed = False
         self._process = os.getpid()
         self._unreachable = 0
-        self._staging = Staging(layout, config.staging_bytes, transport)
         self._keeper = LinkKeeper(
-            run_dir,
+            place,
             layout,
-            transport,
+            ways,
             self._clock,
             attempt_s=config.request_timeout_s,
             backoff_min_s=config.backoff_min_s,
             backoff_max_s=config.backoff_max_s,
         )
-        try:
+        if timeout_s is None:
+            self._keeper.start()
+        else:
             self._keeper.open(timeout_s)
-        except BaseException:
-            self._staging.close()
-            raise
         self._loads = Loads(layout, self._keeper, self._clock, config.match_timeout_s)
-        self._stores = Stores(self._staging, self._keeper, config)
+        self._stores = Stores(self._keeper, config)
 
     def chain(self, namespace: Namespace, tokens: Tokens) -> Chain:
-        """Hash the full blocks of ``tokens``. See ``BlockPool``."""
-        return hash_tokens(self.layout, namespace, tokens)
+        """Hash the full blocks of ``tokens``, salted as the server says. See ``BlockPool``."""
+        return hash_tokens(self.layout, salted(namespace, self.salt()), tokens)
+
+    def salt(self) -> bytes:
+        """Return what the server mixes into every namespace of this client.
+
+        Raises:
+            PeerUnreachableError: No server was reached yet.
+        """
+        return self._keeper.welcome().salt
 
     def match(self, chain: Chain) -> Match:
         """Ask the server, for at most ``match_timeout_s``. See ``BlockPool``."""
@@ -211,11 +169,12 @@ class RemotePool(BlockPool):
         self._require_open()
         self.layout.require_equal(source.layout)
         require_within(first, len(source), len(chain), "a chain")
-        if durability != "dram":
+        durable = durability == "ssd"
+        if durable and not self._keeper.welcome().durable:
             raise CapacityError(
-                "a client cannot ask a server for durable stores yet: store with 'dram'"
+                "the server has no ssd tier: store with 'dram', or start it with --ssd"
             )
-        return self._stores.submit(chain, source, first, Deadline(deadline_s))
+        return self._stores.submit(chain, source, first, Deadline(deadline_s), durable=durable)
 
     def stats(self) -> PoolStats:
         """Ask the server, for at most ``request_timeout_s``. See ``BlockPool``."""
@@ -223,7 +182,7 @@ class RemotePool(BlockPool):
         reply = self._answer(protocol.STATS, protocol.Done(), self._keeper.link())
         with self._lock:
             own = {"client_losses": self._keeper.losses, "client_unreachable": self._unreachable}
-        return PoolStats(**reply.stats, extra={**reply.extra, **own})
+        return PoolStats(**dict(reply.stats), extra={**dict(reply.extra), **own})
 
     def wait_connected(self, timeout_s: float) -> None:
         """Wait until there is a server. Raises TransferTimeoutError after ``timeout_s``."""
@@ -235,14 +194,15 @@ class RemotePool(BlockPool):
             already, self._closed = self._closed, True
         if already:
             return
+        if self._ways is not None:
+            self._ways.stop()
         self._stores.close()
         self._loads.close()
         self._keeper.close(_CLOSE_TIMEOUT_S)
         self._loads.join(_CLOSE_TIMEOUT_S)
         self._stores.join()
-        self._staging.close()
-        if self._owned is not None:
-            self._owned.close()
+        if self._ways is not None:
+            self._ways.close()
 
     def _require_open(self) -> None:
         if self._closed:
@@ -256,3 +216,8 @@ class RemotePool(BlockPool):
             return self._keeper.ask(method, request, self._config.request_timeout_s, link)
         except TransferTimeoutError as error:
             raise PeerUnreachableError(f"the server is silent, recompute: {error}") from error
+
+
+def salted(namespace: Namespace, salt: bytes) -> Namespace:
+    """Return a namespace with a server's salt before its own."""
+    return replace(namespace, salt=f"{salt.hex()}:{namespace.salt}") if salt else namespace

@@ -1,12 +1,21 @@
-"""Control messages between kvpool's processes: msgspec structs over gRPC, typed errors both ways.
+"""Control messages between kvpool's processes over gRPC, typed errors both ways.
 
-Owns how a method is named, encoded and how a KVPoolError crosses the wire. Carries no KV bytes. gRPC
-gives deadlines, cancellation and streams; msgspec gives validation, so no pickle is ever read.
-Who calls it: the client and the server of a pool, the Conductor and the workers.
+Owns how a method is named, encoded, guarded, and how a KVPoolError crosses the wire. Messages are
+protobuf (the pool's, ``kvpool.proto``: any language) or msgspec structs (between workers of one
+version). gRPC gives deadlines, cancellation and streams; no pickle is ever read. Who calls it: the
+client and the server of a pool, the Conductor and the workers.
 """
 
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Generator,
+    Iterator,
+    Mapping,
+)
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any, Final, Generic, TypeVar
@@ -14,14 +23,15 @@ from typing import Any, Final, Generic, TypeVar
 import grpc
 import grpc.aio
 import msgspec
+from google.protobuf.message import DecodeError, Message
 
 from kvpool import errors
 from kvpool.errors import InternalError, KVPoolError, PeerUnreachableError, TransferTimeoutError
 
 logger = logging.getLogger(__name__)
 
-Request = TypeVar("Request", bound=msgspec.Struct)
-Reply = TypeVar("Reply", bound=msgspec.Struct)
+Request = TypeVar("Request", bound=msgspec.Struct | Message)
+Reply = TypeVar("Reply", bound=msgspec.Struct | Message)
 
 # Trailing metadata that names the class of a KVPoolError.
 _ERROR_KEY: Final = "kvpool-error"
@@ -47,6 +57,7 @@ class Method(Generic[Request, Reply]):
         service, name: Where it lives.
         request, reply: Struct types of its messages.
         streams: True if it answers with a stream of replies.
+        takes: True if it takes a stream of requests.
     """
 
     service: str
@@ -54,6 +65,7 @@ class Method(Generic[Request, Reply]):
     request: type[Request]
     reply: type[Reply]
     streams: bool = False
+    takes: bool = False
 
     @property
     def path(self) -> str:
@@ -61,8 +73,10 @@ class Method(Generic[Request, Reply]):
         return f"/kvpool.{self.service}/{self.name}"
 
 
-def _encode(message: msgspec.Struct) -> bytes:
+def _encode(message: msgspec.Struct | Message) -> bytes:
     """Encode a message, here and not in gRPC's hands, which would hide why it cannot be."""
+    if isinstance(message, Message):
+        return message.SerializeToString()
     try:
         return msgspec.msgpack.encode(message)
     except (TypeError, ValueError, OverflowError) as error:  # UnicodeEncodeError is a ValueError
@@ -70,12 +84,17 @@ def _encode(message: msgspec.Struct) -> bytes:
 
 
 def _decoder(kind: type[Reply]) -> Callable[[bytes], Reply]:
-    decode = msgspec.msgpack.Decoder(kind).decode
+    decode: Callable[[bytes], Any]
+    if issubclass(kind, Message):
+        decode = kind.FromString
+    else:
+        decode = msgspec.msgpack.Decoder(kind).decode
 
     def checked(payload: bytes) -> Reply:
         try:
-            return decode(payload)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            decoded: Reply = decode(payload)
+            return decoded
+        except (msgspec.DecodeError, DecodeError, UnicodeDecodeError) as error:
             raise errors.UsageError(
                 f"this is no {kind.__name__} of this version of kvpool ({error}): "
                 "use one version on both sides"
@@ -95,6 +114,8 @@ def typed_error(error: grpc.RpcError) -> KVPoolError:
     code, details = error.code(), error.details()
     if code == grpc.StatusCode.DEADLINE_EXCEEDED:
         return TransferTimeoutError(f"no answer within the deadline: {details}")
+    if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+        return errors.UsageError(f"the other process does not let you in: {details}")
     if code in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED):
         return PeerUnreachableError(f"the other process is gone or shutting down: {details}")
     if code == grpc.StatusCode.RESOURCE_EXHAUSTED and "larger than max" not in str(details):
@@ -104,20 +125,122 @@ def typed_error(error: grpc.RpcError) -> KVPoolError:
     return InternalError(f"call failed with {code}: {details}")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientAccess:
+    """How a caller shows who it is, and knows whom it speaks to. PEM texts, read from files before.
+
+    Attributes:
+        token: Sent with every call as a bearer token; empty: none. Never without TLS, but to a
+            server of this host.
+        ca: Certificates of those who sign servers' certificates; empty: no TLS.
+        certificate, key: Of the caller, where servers ask for one.
+    """
+
+    token: str = ""
+    ca: bytes = b""
+    certificate: bytes = b""
+    key: bytes = b""
+
+    def __repr__(self) -> str:
+        """Say what is set, and no secret."""
+        return f"ClientAccess(token={bool(self.token)}, tls={bool(self.ca)})"
+
+    def metadata(self) -> tuple[tuple[str, str], ...] | None:
+        """Return what every call carries."""
+        return (("authorization", f"Bearer {self.token}"),) if self.token else None
+
+    def credentials(self) -> Any:
+        """Return gRPC's credentials, or None for a plain channel."""
+        if not self.ca:
+            return None
+        return grpc.ssl_channel_credentials(self.ca, self.key or None, self.certificate or None)
+
+
+OPEN: Final = ClientAccess()
+
+
+class Asked(Generic[Reply]):
+    """One call under way. Safe from any thread."""
+
+    def __init__(self, future: Any, decode: Callable[[bytes], Reply]) -> None:
+        self._future = future
+        self._decode = decode
+
+    def reply(self) -> Reply:
+        """Wait for its end, which its deadline bounds. Raises as ``Caller.call``."""
+        try:
+            payload: bytes = self._future.result()
+        except grpc.RpcError as error:
+            raise typed_error(error) from error
+        except grpc.FutureCancelledError as error:
+            raise PeerUnreachableError("the channel was closed: connect again") from error
+        return self._decode(payload)
+
+    def cancel(self) -> None:
+        """Give the call up."""
+        self._future.cancel()
+
+
 class Caller:
     """Blocking calls to one address, from any thread. Owns one gRPC channel."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+    def __init__(self, address: str, access: ClientAccess = OPEN) -> None:
+        credentials = access.credentials()
+        if credentials is None:
+            self._channel = grpc.insecure_channel(address, options=_OPTIONS)
+        else:
+            self._channel = grpc.secure_channel(address, credentials, options=_OPTIONS)
+        self._metadata = access.metadata()
 
     def call(self, method: Method[Request, Reply], request: Request, timeout_s: float) -> Reply:
         """Call a unary method. Raises the typed error of the other side, or UnavailableError."""
+        return self.ask(method, request, timeout_s).reply()
+
+    def ask(
+        self, method: Method[Request, Reply], request: Request, timeout_s: float
+    ) -> Asked[Reply]:
+        """Begin a unary call, so that others can run beside it."""
         encoded = _encode(request)
         try:
-            payload: bytes = self._channel.unary_unary(method.path)(encoded, timeout=timeout_s)
+            future = self._channel.unary_unary(method.path).future(
+                encoded, timeout=timeout_s, metadata=self._metadata
+            )
+        except ValueError as error:  # what gRPC raises for a closed channel
+            raise errors.ClosedError("the channel is closed: connect again") from error
+        return Asked(future, _decoder(method.reply))
+
+    def stream(
+        self, method: Method[Request, Reply], request: Request, timeout_s: float
+    ) -> Generator[Reply, None, None]:
+        """Call a streaming method. Closing the iterator cancels the call at the other side."""
+        decode = _decoder(method.reply)
+        call: Any = None
+        try:
+            call = self._channel.unary_stream(method.path)(
+                _encode(request), timeout=timeout_s, metadata=self._metadata
+            )
+            for payload in call:
+                yield decode(payload)
         except grpc.RpcError as error:
             raise typed_error(error) from error
-        except ValueError as error:  # what gRPC raises for a closed channel
+        except ValueError as error:
+            raise errors.ClosedError("the channel is closed: connect again") from error
+        finally:
+            if call is not None:
+                call.cancel()
+
+    def send(
+        self, method: Method[Request, Reply], requests: Iterator[Request], timeout_s: float
+    ) -> Reply:
+        """Call a method that takes a stream. Raises as ``call``."""
+        encoded = (_encode(request) for request in requests)
+        try:
+            payload: bytes = self._channel.stream_unary(method.path)(
+                encoded, timeout=timeout_s, metadata=self._metadata
+            )
+        except grpc.RpcError as error:
+            raise typed_error(error) from error
+        except ValueError as error:
             raise errors.ClosedError("the channel is closed: connect again") from error
         return _decoder(method.reply)(payload)
 
@@ -129,8 +252,13 @@ class Caller:
 class AsyncCaller:
     """Calls from asyncio to one address. Owns one gRPC channel of the running loop."""
 
-    def __init__(self, address: str) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+    def __init__(self, address: str, access: ClientAccess = OPEN) -> None:
+        credentials = access.credentials()
+        if credentials is None:
+            self._channel = grpc.aio.insecure_channel(address, options=_OPTIONS)
+        else:
+            self._channel = grpc.aio.secure_channel(address, credentials, options=_OPTIONS)
+        self._metadata = access.metadata()
 
     async def call(
         self, method: Method[Request, Reply], request: Request, timeout_s: float
@@ -139,7 +267,7 @@ class AsyncCaller:
         bound = self._channel.unary_unary(method.path)
         encoded = _encode(request)
         try:
-            payload: bytes = await bound(encoded, timeout=timeout_s)
+            payload: bytes = await bound(encoded, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise typed_error(error) from error
         return _decoder(method.reply)(payload)
@@ -149,7 +277,9 @@ class AsyncCaller:
     ) -> AsyncGenerator[Reply]:
         """Call a streaming method. Closing the iterator cancels the call at the other side."""
         decode = _decoder(method.reply)
-        call = self._channel.unary_stream(method.path)(_encode(request), timeout=timeout_s)
+        call = self._channel.unary_stream(method.path)(
+            _encode(request), timeout=timeout_s, metadata=self._metadata
+        )
         try:
             async for payload in call:
                 yield decode(payload)
@@ -163,8 +293,11 @@ class AsyncCaller:
         await self._channel.close()
 
 
-Unary = Callable[[Any], Awaitable[msgspec.Struct]]
-Streaming = Callable[[Any], AsyncIterator[msgspec.Struct]]
+Unary = Callable[[Any], Awaitable[msgspec.Struct | Message]]
+Streaming = Callable[[Any], AsyncIterator[msgspec.Struct | Message]]
+# Looks at a call before its handler runs, in the same task: the metadata, and what the caller's
+# verified certificate says it is. Raises UsageError if it may not call.
+Gate = Callable[[Mapping[str, str], tuple[str, ...]], None]
 
 
 class Service:
@@ -176,35 +309,72 @@ class Service:
 
     Args:
         calls_max: Calls under way at once; one more is refused with CapacityError.
+        gate: Decides who may call; None: whoever reaches an address.
+
+    Attributes:
+        server: gRPC's own, for services that come ready made. Add them before ``start``.
     """
 
-    def __init__(self, calls_max: int = 4096) -> None:
-        self._server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=calls_max)
+    def __init__(self, calls_max: int = 4096, *, gate: Gate | None = None) -> None:
+        self.server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=calls_max)
+        self._gate = gate
         self._handlers: dict[str, dict[str, grpc.RpcMethodHandler]] = {}
 
     def add(self, method: Method[Request, Reply], handler: Unary | Streaming) -> None:
-        """Serve a method. Call before ``start``."""
+        """Serve a method. A handler of a method that takes a stream gets an iterator. Before ``start``."""
         decode = _decoder(method.request)
-        if method.streams:
-            made = grpc.unary_stream_rpc_method_handler(_guard_stream(decode, handler))
+        if method.takes:
+            guarded = _guard_taking(self._gate, decode, handler)
+            made = grpc.stream_unary_rpc_method_handler(guarded)
+        elif method.streams:
+            guarded = _guard_stream(self._gate, decode, handler)
+            made = grpc.unary_stream_rpc_method_handler(guarded)
         else:
-            made = grpc.unary_unary_rpc_method_handler(_guard_unary(decode, handler))
+            guarded = _guard_unary(self._gate, decode, handler)
+            made = grpc.unary_unary_rpc_method_handler(guarded)
         self._handlers.setdefault(f"kvpool.{method.service}", {})[method.name] = made
 
-    async def start(self, address: str) -> None:
-        """Listen, say at ``unix:PATH``. Raises UsageError if the address cannot be had."""
-        for service, handlers in self._handlers.items():
-            generic = grpc.method_handlers_generic_handler(service, handlers)
-            self._server.add_generic_rpc_handlers((generic,))
+    def listen(self, address: str, credentials: Any = None) -> int:
+        """Add an address, say ``HOST:PORT``, before ``start``; return its port.
+
+        Args:
+            address: Port 0 picks a free one.
+            credentials: ``grpc.ssl_server_credentials``, or None for none.
+
+        Raises:
+            UsageError: It cannot be had.
+        """
         try:
-            self._server.add_insecure_port(address)
+            if credentials is None:
+                return int(self.server.add_insecure_port(address))
+            return int(self.server.add_secure_port(address, credentials))
         except RuntimeError as error:
             raise errors.UsageError(f"cannot listen at {address}: {error}") from error
-        await self._server.start()
+
+    async def start(self, address: str) -> None:
+        """Serve at ``address``, say ``unix:PATH``, and where ``listen`` said. Raises as ``listen``."""
+        for service, handlers in self._handlers.items():
+            generic = grpc.method_handlers_generic_handler(service, handlers)
+            self.server.add_generic_rpc_handlers((generic,))
+        self.listen(address)
+        await self.server.start()
 
     async def stop(self, grace_s: float) -> None:
         """Refuse new calls, give running ones ``grace_s``, then cancel them."""
-        await self._server.stop(grace_s)
+        await self.server.stop(grace_s)
+
+
+async def _enter(gate: Gate | None, context: Any) -> None:
+    """Ask the gate; end the call with UNAUTHENTICATED if it may not come in."""
+    if gate is None:
+        return
+    metadata = {str(key): str(value) for key, value in context.invocation_metadata() or ()}
+    names: Any = context.peer_identities() or ()
+    try:
+        gate(metadata, tuple(bytes(name).decode("utf-8", "replace") for name in names))
+    except KVPoolError as error:
+        context.set_trailing_metadata(((_ERROR_KEY, type(error).__name__),))
+        await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
 
 
 async def _abort(context: Any, error: KVPoolError) -> None:
@@ -212,8 +382,9 @@ async def _abort(context: Any, error: KVPoolError) -> None:
     await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(error))
 
 
-def _guard_unary(decode: Callable[[bytes], Any], handler: Any) -> Any:
+def _guard_unary(gate: Gate | None, decode: Callable[[bytes], Any], handler: Any) -> Any:
     async def guarded(payload: bytes, context: Any) -> Any:
+        await _enter(gate, context)
         try:
             return _encode(await handler(decode(payload)))
         except KVPoolError as error:
@@ -226,8 +397,9 @@ def _guard_unary(decode: Callable[[bytes], Any], handler: Any) -> Any:
     return guarded
 
 
-def _guard_stream(decode: Callable[[bytes], Any], handler: Any) -> Any:
+def _guard_stream(gate: Gate | None, decode: Callable[[bytes], Any], handler: Any) -> Any:
     async def guarded(payload: bytes, context: Any) -> Any:
+        await _enter(gate, context)
         try:
             async with aclosing(handler(decode(payload))) as replies:
                 async for reply in replies:
@@ -238,4 +410,13 @@ def _guard_stream(decode: Callable[[bytes], Any], handler: Any) -> Any:
             logger.exception("handler failed")
             await _abort(context, InternalError(f"{type(error).__name__}: {error}"))
 
+    return guarded
+
+
+def _guard_taking(gate: Gate | None, decode: Callable[[bytes], Any], handler: Any) -> Any:
+    async def decoded(payloads: AsyncIterator[bytes]) -> AsyncGenerator[Any]:
+        async for payload in payloads:
+            yield decode(payload)
+
+    guarded = _guard_unary(gate, decoded, handler)  # type: ignore[arg-type]
     return guarded

@@ -7,12 +7,12 @@ Who calls it: the remote pool.
 
 import threading
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Protocol
 
 from kvpool.arena import Arena, Slot
 from kvpool.block import HASH_BYTES, BlockHash, BlockLayout
 from kvpool.client import protocol
-from kvpool.client.link import Link
+from kvpool.client.rpc import Caller
 from kvpool.completion import Deadline
 from kvpool.errors import ClosedError, TransferTimeoutError
 from kvpool.memory import BlockView, copy_blocks
@@ -31,15 +31,35 @@ class Batch:
 
     Attributes:
         hashes: Their hashes, 32 bytes each.
-        parent: Hash of the block before the first one, or None.
+        ancestors: Hashes of all blocks before the first one.
         source: Where they lie.
         hold_s: Seconds that the server shall lease them to the client; 0 for none.
+        durable: Whether only what is on a device counts as stored.
     """
 
     hashes: bytes
-    parent: BlockHash | None
+    ancestors: bytes
     source: BlockView
     hold_s: float
+    durable: bool = False
+
+
+class Server(Protocol):
+    """Whom a batch goes to: a link, as far as it is needed here."""
+
+    @property
+    def caller(self) -> Caller:
+        """Calls."""
+        ...
+
+    @property
+    def client(self) -> bytes:
+        """The name of the connection."""
+        ...
+
+    def close(self) -> None:
+        """Close the path."""
+        ...
 
 
 class Staging:
@@ -62,14 +82,14 @@ class Staging:
         self._turn = threading.Lock()
         self._stopped = False
 
-    def send(self, link: Link, batch: Batch, deadline: Deadline) -> protocol.StoreReply:
+    def send(self, link: Server, batch: Batch, deadline: Deadline) -> protocol.StoreReply:
         """Stage one batch and have the server pull it.
 
         Raises:
             TransferTimeoutError: The deadline passed, or the server fell silent: then the link was
                 closed before the slots were freed.
             ClosedError: ``stop`` was called.
-        PeerUnreachableError, CapacityError, UsageError: As the server says.
+            PeerUnreachableError, CapacityError, UsageError: As the server says.
 
         Blocks until the server has ended, at most ``_GRACE_S`` longer than the deadline.
         """
@@ -90,7 +110,7 @@ class Staging:
             self._turn.release()
 
     def _send(
-        self, link: Link, batch: Batch, slots: list[Slot], deadline: Deadline
+        self, link: Server, batch: Batch, slots: list[Slot], deadline: Deadline
     ) -> protocol.StoreReply:
         crcs = copy_blocks(self.arena.view(slots), batch.source)
         for index, slot in enumerate(slots):
@@ -103,13 +123,14 @@ class Staging:
         request = protocol.StoreRequest(
             client=link.client,
             hashes=batch.hashes,
-            parent=batch.parent,
+            ancestors=batch.ancestors,
             region=self._region,
             slots=[slot.index for slot in slots],
             generations=[slot.generation for slot in slots],
             crcs=crcs.astype("<u4").tobytes(),
             timeout_s=timeout_s,
             hold_s=batch.hold_s,
+            durable=batch.durable,
         )
         for slot in slots:
             self.arena.grant(slot)

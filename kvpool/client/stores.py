@@ -14,7 +14,8 @@ from kvpool.base import Chain, StoreResult
 from kvpool.block import HASH_BYTES
 from kvpool.client import protocol
 from kvpool.client.link import Link, LinkKeeper
-from kvpool.client.staging import Batch, Staging
+from kvpool.client.staging import Batch
+from kvpool.client.streams import BATCH_BYTES, send_stream
 from kvpool.completion import Completion, CompletionSource, Deadline
 from kvpool.config import TransferConfig
 from kvpool.errors import (
@@ -39,6 +40,7 @@ class _Store:
     source: BlockView
     first: int
     deadline: Deadline
+    durable: bool
     stored: int = 0
     new: int = 0
     refused: str = ""
@@ -49,13 +51,11 @@ class Stores:
     """Safe from any thread. ``_lock`` guards the count; nothing is called under it.
 
     Args:
-        staging: Where batchs are held out to the server.
         keeper: Gives the link; it is given up when the server falls silent.
         config: ``completion_threads`` threads run stores; ``stores_max`` may be under way or queued.
     """
 
-    def __init__(self, staging: Staging, keeper: LinkKeeper, config: TransferConfig) -> None:
-        self._staging = staging
+    def __init__(self, keeper: LinkKeeper, config: TransferConfig) -> None:
         self._keeper = keeper
         self._threads = ThreadPoolExecutor(config.completion_threads, "kvpool-store")
         self._stores_max = config.stores_max
@@ -65,7 +65,13 @@ class Stores:
         self._closed = False
 
     def submit(
-        self, chain: Chain, source: BlockView, first: int, deadline: Deadline
+        self,
+        chain: Chain,
+        source: BlockView,
+        first: int,
+        deadline: Deadline,
+        *,
+        durable: bool = False,
     ) -> Completion[StoreResult]:
         """Queue a store whose input was checked. Never waits.
 
@@ -83,7 +89,7 @@ class Stores:
                 return ended.completion
             self._count += 1
         try:
-            self._threads.submit(self._run, ended, chain, source, first, deadline)
+            self._threads.submit(self._run, ended, chain, source, first, deadline, durable)
         except RuntimeError as error:  # the threads were shut down
             raise ClosedError("the pool was closed: connect again") from error
         return ended.completion
@@ -91,7 +97,6 @@ class Stores:
     def close(self) -> None:
         """Have the stores under way end with ClosedError, as soon as their link is closed."""
         self._closed = True
-        self._staging.stop()
         self._threads.shutdown(wait=False)
 
     def join(self) -> None:
@@ -105,11 +110,12 @@ class Stores:
         source: BlockView,
         first: int,
         deadline: Deadline,
+        durable: bool,
     ) -> None:
         error: KVPoolError | None = None
         result = StoreResult(0, 0)
         try:
-            store = _Store(self._keeper.link(), chain, source, first, deadline)
+            store = _Store(self._keeper.link(), chain, source, first, deadline, durable)
             try:
                 while store.stored < len(source) and not store.refused:
                     self._require_going(ended, deadline)
@@ -146,17 +152,24 @@ class Stores:
             raise TransferTimeoutError("the deadline of the store passed")
 
     def _send_batch(self, store: _Store) -> None:
-        begin = store.stored
-        end = min(begin + self._staging.slot_count, len(store.source))
+        begin, link = store.stored, store.link
+        most = max(1, BATCH_BYTES // store.source.layout.block_bytes)
+        if link.staging is not None:
+            most = link.staging.slot_count
+        end = min(begin + most, len(store.source))
         at = store.first + begin
         batch = Batch(
             hashes=store.chain.hashes[at * HASH_BYTES : (store.first + end) * HASH_BYTES],
-            parent=store.chain.parent(at),
+            ancestors=store.chain.hashes[: at * HASH_BYTES],
             source=store.source.take(begin, end),
             hold_s=store.deadline.remaining_s() if end < len(store.source) else 0.0,
+            durable=store.durable,
         )
         try:
-            reply = self._staging.send(store.link, batch, store.deadline)
+            if link.staging is not None:
+                reply = link.staging.send(link, batch, store.deadline)
+            else:
+                reply = send_stream(link, batch, store.deadline)
         except (PeerUnreachableError, ClosedError):
             self._keeper.lose(store.link)
             raise

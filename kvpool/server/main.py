@@ -147,16 +147,21 @@ async def _serve(
     if tracer is not None:
         sinks.append(tracer)
     executor = ThreadPoolExecutor(_THREADS, "kvpool-server")
-    transport = open_transport(kind, "kvpool-server")
+    transport = open_transport(kind, "kvpool-server", config.transfer)
     control = Service()
     pool = PoolService(
-        config, transport, executor, metrics=metrics, events=_Sinks(sinks), clock=SystemClock()
+        config,
+        {kind: transport},
+        executor,
+        metrics=metrics,
+        events=_Sinks(sinks),
+        clock=SystemClock(),
     )
     pool.serve(control)
     try:
         _expose(config, metrics)
-        address = listen_address(kind, config.run_dir / protocol.TRANSPORT_SOCKET)
-        pool.address = transport.listen(address, pool.sessions.on_connect)
+        address = listen_address(kind, config.run_dir / protocol.TRANSPORT_SOCKET, config.transfer)
+        pool.addresses[kind] = transport.listen(address, pool.sessions.on_connect)
         await control.start(f"unix:{config.run_dir / protocol.CONTROL_SOCKET}")
         print(f"kvpool-server ready in {config.run_dir}", flush=True)
         while not stopping.is_set():

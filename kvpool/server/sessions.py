@@ -8,11 +8,17 @@ thread only posts to it. Who calls it: the service.
 import asyncio
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from kvpool.client.protocol import CLIENT_BYTES
-from kvpool.errors import CapacityError, StaleIncarnationError, TransferTimeoutError
+from kvpool.errors import (
+    CapacityError,
+    StaleIncarnationError,
+    TransferTimeoutError,
+    UsageError,
+)
+from kvpool.tiers.lease import LeaseId
 from kvpool.transfer.base import Endpoint
 
 logger = logging.getLogger(__name__)
@@ -26,8 +32,10 @@ class Session:
     """One connected client."""
 
     client: bytes
-    endpoint: Endpoint
+    endpoint: Endpoint | None  # None: bytes go through streams
     greeted: bool = False
+    used_at: float = 0.0
+    leases: set[LeaseId] = field(default_factory=set)  # of a client without a connection
 
 
 class Sessions:
@@ -82,7 +90,33 @@ class Sessions:
         session = self._sessions.get(client)
         if session is None or not session.greeted:
             raise StaleIncarnationError("this connection is not known here: connect again")
+        session.used_at = self._loop.time()
         return session
+
+    def greet_stream(self, client: bytes) -> Session:
+        """Count a client without a connection of a transport. Idempotent.
+
+        Raises:
+            CapacityError: There are too many clients.
+            UsageError: It is no name, or a connection's.
+        """
+        known = self._sessions.get(client)
+        if len(client) != CLIENT_BYTES or (known is not None and known.endpoint is not None):
+            raise UsageError(f"{len(client)} bytes are no new name of a client: use random ones")
+        if known is None and len(self) >= self._clients_max:
+            raise CapacityError(f"{self._clients_max} clients are connected: end one first")
+        session = known or Session(client, None, greeted=True)
+        session.used_at = self._loop.time()
+        self._sessions[client] = session
+        return session
+
+    def expire(self, idle_s: float) -> None:
+        """Forget clients without a connection that asked nothing for ``idle_s``."""
+        before = self._loop.time() - idle_s
+        for session in list(self._sessions.values()):
+            if session.endpoint is None and session.used_at < before:
+                del self._sessions[session.client]
+                self._on_lost(session)
 
     def _post(self, call: Callable[..., object], *arguments: object) -> None:
         try:

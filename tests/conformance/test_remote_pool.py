@@ -9,7 +9,7 @@ import pytest
 
 from kvpool.base import BlockPool
 from kvpool.block import BlockLayout
-from kvpool.client.remote import connect
+from kvpool.client.connect import connect
 from kvpool.config import TransferConfig
 from kvpool.testing.pool_suite import PoolSuite
 from tests.server_process import WAIT_S, ServerProcess

@@ -9,8 +9,8 @@ import pytest
 
 from kvpool.base import BlockPool
 from kvpool.block import BlockLayout
+from kvpool.client.connect import connect
 from kvpool.client.protocol import TRANSPORT_SOCKET
-from kvpool.client.remote import connect
 from kvpool.config import TransferConfig
 from kvpool.errors import UsageError
 from kvpool.testing.blocks import SMALL_LAYOUT

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from kvpool.base import Chain
 from kvpool.block import BlockLayout
-from kvpool.client.remote import RemotePool, connect
+from kvpool.client.connect import connect
+from kvpool.client.remote import RemotePool
 from kvpool.config import TransferConfig
 from kvpool.testing.blocks import Payload, namespace, payload, view_of
 

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from kvpool.base import Match, StoreResult
-from kvpool.client.remote import RemotePool, connect
+from kvpool.client.connect import connect
+from kvpool.client.remote import RemotePool
 from kvpool.completion import Completion
 from kvpool.config import TransferConfig
 from kvpool.errors import (

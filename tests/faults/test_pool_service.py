@@ -20,9 +20,11 @@ from kvpool.arena import Arena, Slot
 from kvpool.base import PoolStats
 from kvpool.block import HASH_BYTES, BlockLayout
 from kvpool.client import protocol
-from kvpool.client.link import Link, open_link
-from kvpool.client.remote import RemotePool, connect
+from kvpool.client.connect import connect
+from kvpool.client.link import Link, Place, open_link
+from kvpool.client.remote import RemotePool
 from kvpool.client.rpc import Service
+from kvpool.client.ways import Ways
 from kvpool.clock import SystemClock
 from kvpool.config import PoolConfig, ServerConfig, TransferConfig
 from kvpool.errors import (
@@ -81,10 +83,17 @@ def running(*, copy_threads: int = 2, clients_max: int = 8) -> Iterator[Running]
         async def main() -> None:
             control = Service()
             pool = PoolService(
-                config, transport, executor, metrics=metrics, events=events, clock=SystemClock()
+                config,
+                {"host": transport},
+                executor,
+                metrics=metrics,
+                events=events,
+                clock=SystemClock(),
             )
             pool.serve(control)
-            transport.listen(str(run_dir / protocol.TRANSPORT_SOCKET), pool.sessions.on_connect)
+            pool.addresses["host"] = transport.listen(
+                str(run_dir / protocol.TRANSPORT_SOCKET), pool.sessions.on_connect
+            )
             await control.start(f"unix:{run_dir / protocol.CONTROL_SOCKET}")
             started.append(pool)
             ready.set()
@@ -120,7 +129,9 @@ class Storer:
         self.transport = HostTransport("test-client")
         self.arena = Arena(LAYOUT, BLOCKS, self.transport.incarnation)
         self.region = self.transport.register(self.arena).region
-        self.link: Link = open_link(service.run_dir, LAYOUT, self.transport, WAIT_S)
+        self.ways = Ways(LAYOUT, TransferConfig(), self.transport)
+        place = Place.of_run_dir(service.run_dir)
+        self.link: Link = open_link(place, LAYOUT, self.ways, WAIT_S)
         self.slots: list[Slot] = [self.arena.reserve() for _ in range(BLOCKS)]
         source = view_of(LAYOUT, blocks_of(1, BLOCKS))
         self.crcs: Crcs = copy_blocks(self.arena.view(self.slots), source)
@@ -131,7 +142,7 @@ class Storer:
         fields: dict[str, object] = {
             "client": self.link.client,
             "hashes": hashes,
-            "parent": None,
+            "ancestors": b"",
             "region": self.region,
             "slots": [slot.index for slot in self.slots],
             "generations": [slot.generation for slot in self.slots],
@@ -149,6 +160,7 @@ class Storer:
 
     def close(self) -> None:
         self.link.close()
+        self.ways.close()
         self.transport.close()
         self.arena.close()
 
@@ -179,16 +191,14 @@ def test_a_store_that_fits_is_kept(storer: Storer, watcher: RemotePool) -> None:
         {"hashes": b""},
         {"hashes": b"x" * (BLOCKS * HASH_BYTES - 1)},
         {"hashes": b"x" * (BLOCKS + 1) * HASH_BYTES},
-        {"parent": b"short"},
+        {"ancestors": b"short"},
         {"crcs": b""},
         {"crcs": b"xyz"},
         {"slots": [0, 1]},
         {"slots": [0, 1, 2, BLOCKS]},
-        {"slots": [-1, 0, 1, 2]},
         {"generations": [1, 2]},
-        {"generations": [-1] * BLOCKS},
         {"region": 7},
-        {"region": -1},
+        {"region": 1 << 31},
         {"timeout_s": 0.0},
         {"timeout_s": float("nan")},
         {"timeout_s": 1e9},
@@ -233,7 +243,7 @@ def test_a_client_that_is_not_connected_is_told_so(storer: Storer, watcher: Remo
     with pytest.raises(StaleIncarnationError):
         ask(protocol.LEASE, lease, WAIT_S)
     with pytest.raises(TransferTimeoutError, match="connect it first"):
-        hello = protocol.Hello(version=protocol.PROTOCOL_VERSION, client=b"y" * 16)
+        hello = protocol.HelloRequest(version=protocol.PROTOCOL_VERSION, client=b"y" * 16)
         ask(protocol.HELLO, hello, WAIT_S)
 
 
@@ -256,14 +266,19 @@ def test_another_clients_lease_is_left_alone(storer: Storer, watcher: RemotePool
 
 def test_another_version_is_refused(storer: Storer) -> None:
     call = storer.link.caller.call
-    with pytest.raises(UsageError, match="version 99"):
-        call(protocol.HELLO, protocol.Hello(version=99, client=storer.link.client), WAIT_S)
-    with pytest.raises(UsageError, match="version 99"):
-        layout = protocol.encode_layout(LAYOUT)
-        call(protocol.CONFIGURE, protocol.ConfigureRequest(version=99, layout=layout), WAIT_S)
-    for layout in ({}, {**protocol.encode_layout(LAYOUT), "dtype": "float99"}):
+    old, new = protocol.PROTOCOL_VERSION_MIN - 1, protocol.PROTOCOL_VERSION + 1
+    with pytest.raises(UsageError, match=f"version {old}"):
+        call(protocol.HELLO, protocol.HelloRequest(version=old, client=storer.link.client), WAIT_S)
+    layout = protocol.encode_layout(LAYOUT)
+    with pytest.raises(UsageError, match=f"version {old}"):
+        call(protocol.CONFIGURE, protocol.ConfigureRequest(version=old, layout=layout), WAIT_S)
+    later = protocol.ConfigureRequest(version=new, layout=layout)
+    assert call(protocol.CONFIGURE, later, WAIT_S).version == protocol.PROTOCOL_VERSION
+    wrong = protocol.encode_layout(LAYOUT)
+    wrong.dtype = "float99"
+    for layout in (protocol.Layout(), wrong):
         with pytest.raises(UsageError):
-            configure = protocol.ConfigureRequest(version=1, layout=layout)
+            configure = protocol.ConfigureRequest(version=new, layout=layout)
             call(protocol.CONFIGURE, configure, WAIT_S)
 
 

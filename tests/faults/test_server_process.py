@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.cli.main import main
-from kvpool.client.remote import connect
+from kvpool.client.connect import connect
 from kvpool.errors import PeerUnreachableError
 from tests.faults.pool_client import LAYOUT, PATIENT, chain_of, store
 from tests.server_process import WAIT_S, ServerProcess, until

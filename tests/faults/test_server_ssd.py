@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvpool.cli.main import main
-from kvpool.client.remote import connect
+from kvpool.client.connect import connect
 from kvpool.testing.blocks import view_of
 from tests.faults.pool_client import LAYOUT, PATIENT, blocks_of, chain_of, store
 from tests.server_process import WAIT_S, ServerProcess, until

@@ -1,0 +1,27 @@
+"""What the service tells of the blocks that come and go. Who hears it: the node of a ring."""
+
+from typing import Protocol
+
+from kvpool.tiers.base import Tier
+
+
+class Holdings(Protocol):
+    """Hears of blocks. Everything is called in the server's event loop, and must not wait."""
+
+    async def opened(self, tier: Tier) -> None:
+        """Hear of the tier, once, before the first client uses it. May wait for a scan of it."""
+        ...
+
+    def stored(self, chain: bytes, first: int, count: int) -> None:
+        """Hear that blocks ``first`` to ``first + count`` of a chain are here now.
+
+        Args:
+            chain: Hashes from the root on, to the last of the blocks at least.
+            first: The first block that came, or was here already.
+            count: How many did.
+        """
+        ...
+
+    def missed(self, name: bytes) -> None:
+        """Hear that a block that somebody asked for is not here: whoever says so is wrong."""
+        ...
