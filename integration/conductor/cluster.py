@@ -12,6 +12,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
+from kvpool.block import HASH_BYTES
 from kvpool.errors import UsageError
 from kvpool.integration.conductor.block_index import BlockIndex
 from kvpool.integration.conductor.plan import Plan
@@ -58,16 +59,23 @@ class Cluster:
         decode_s: A first guess of how long a request decodes; the mean of those that finish
             takes its place.
         seed: What random choices and ties follow.
+        hash_bytes: Length of a block's hash.
     """
 
     def __init__(
-        self, *, objectives: Objectives, block_tokens: int, decode_s: float, seed: int = 0
+        self,
+        *,
+        objectives: Objectives,
+        block_tokens: int,
+        decode_s: float,
+        seed: int = 0,
+        hash_bytes: int = HASH_BYTES,
     ) -> None:
         self.objectives = objectives
         self.block_tokens = block_tokens
         self.seed = seed
         self.decode_s = decode_s
-        self.caches = BlockIndex(0)
+        self.caches = BlockIndex(0, hash_bytes)
         self.nodes = _empty(Nodes)
         self.prefill = _empty(PrefillWorkers)
         self.decode = _empty(DecodeWorkers)

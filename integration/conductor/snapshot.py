@@ -8,7 +8,7 @@ Everything about many workers is a column (one numpy array, one number per worke
 decision costs a few array operations, whatever the number of workers.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Protocol
@@ -40,16 +40,16 @@ class Request:
     Attributes:
         number: Position in the order of arrival. With the snapshot's seed it decides ties.
         tokens: Length of the prompt, at least 1.
-        chain: Hashes of the prompt's blocks, first block first. Anything hashable: 32-byte block
-            hashes in the Conductor, the trace's numbers in the simulator. A trailing partial
-            block may have a hash (the public traces number it) or none (kvpool never does).
+        chain: Hashes of the prompt's blocks, first block first, concatenated: 32 bytes each in the
+            Conductor, the trace's numbers in the simulator. A trailing partial block may have a
+            hash (the public traces number it) or none (kvpool never does).
         output_tokens: Tokens that the answer is expected to have. Decode memory is set aside for
             them. At least 1.
     """
 
     number: int
     tokens: int
-    chain: Sequence[Hashable]
+    chain: bytes
     output_tokens: int
 
 
@@ -151,7 +151,7 @@ class Flow:
 class Matches(Protocol):
     """Answers where the leading blocks of a chain are, without asking each worker."""
 
-    def match(self, chain: Sequence[Hashable]) -> Ints:
+    def match(self, chain: bytes) -> Ints:
         """Count, for each node, the leading blocks of ``chain`` that it holds.
 
         Returns:

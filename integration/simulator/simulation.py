@@ -24,7 +24,7 @@ from kvpool.integration.simulator.network import Network
 from kvpool.integration.simulator.outcome import Outcome
 from kvpool.integration.simulator.prefilling import PrefillWorker, Prompt
 from kvpool.integration.simulator.setting import ClusterSetting, check_objectives
-from kvpool.integration.simulator.trace import BLOCK_TOKENS, Arrival
+from kvpool.integration.simulator.trace import BLOCK_TOKENS, NAME_BYTES, Arrival
 from kvpool.tiers.eviction import LRUPolicy
 
 # First guesses, until requests have ended.
@@ -45,12 +45,14 @@ class _Indexed:
         self._nodes = nodes
 
     def entered(self, blocks: Sequence[BlockHash]) -> None:
+        names = b"".join(blocks)
         for node in self._nodes:
-            self._caches.add(node, blocks)
+            self._caches.add(node, names)
 
     def left(self, blocks: Sequence[BlockHash]) -> None:
+        names = b"".join(blocks)
         for node in self._nodes:
-            self._caches.remove(node, blocks)
+            self._caches.remove(node, names)
 
 
 class Simulation:
@@ -82,7 +84,11 @@ class Simulation:
         self._clock = clock = simpy.Environment()
         self._network = Network(clock, setting.port_bytes_per_s)
         self._cluster = Cluster(
-            objectives=objectives, block_tokens=BLOCK_TOKENS, decode_s=_DECODE_S, seed=seed
+            objectives=objectives,
+            block_tokens=BLOCK_TOKENS,
+            decode_s=_DECODE_S,
+            seed=seed,
+            hash_bytes=NAME_BYTES,
         )
         self._outcome = Outcome()
         self._output_tokens = _OUTPUT_TOKENS
@@ -154,7 +160,7 @@ class Simulation:
         asked = Request(
             number=request.number,
             tokens=request.input_tokens,
-            chain=request.blocks,
+            chain=b"".join(request.blocks),
             output_tokens=round(self._output_tokens),
         )
         job = Job(request, asked)

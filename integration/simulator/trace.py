@@ -17,6 +17,7 @@ from kvpool.block import BlockHash
 from kvpool.errors import UsageError
 
 BLOCK_TOKENS: Final = 512  # of the public traces: one id a block, the last one partial
+NAME_BYTES: Final = 8  # of a block's name, enough for any id that a trace may have
 _FIELDS: Final = "timestamp, input_length, output_length, hash_ids"
 _TOKENS_MAX: Final = 10_000_000
 _ID_MAX: Final = (1 << 63) - 1
@@ -57,7 +58,7 @@ class _Row(msgspec.Struct, forbid_unknown_fields=True):
 
 def block_name(number: int) -> BlockHash:
     """Return the name of a trace's block: its number, big-endian."""
-    return BlockHash(number.to_bytes(8, "big"))
+    return BlockHash(number.to_bytes(NAME_BYTES, "big"))
 
 
 def read_trace(path: Path) -> list[Arrival]:

@@ -63,6 +63,37 @@ size_t kvp_table_sweep(kvp_table *table, const bool *dead, size_t numbers);
 /* Copy up to `room` of the hashes that are present, 32 bytes each, in no order. Returns how many. */
 size_t kvp_table_list(kvp_table *table, uint8_t *hashes, size_t room);
 
+/* ---- block_index.c: block hash -> set of nodes ------------------------------------------------ */
+
+/* Not thread-safe: one owner. */
+typedef struct kvp_block_index kvp_block_index;
+
+/* Make an index of at most `capacity` hashes of `hash_bytes` (8 to 32), of which at most
+ * `set_capacity` are at several nodes at a time, and of nodes 0 to `nodes` - 1; each of the three
+ * below 2^31. Null if out of memory or of range. */
+kvp_block_index *kvp_block_index_open(size_t hash_bytes, size_t capacity, size_t set_capacity,
+                                      size_t nodes);
+void kvp_block_index_close(kvp_block_index *index); /* null is allowed */
+size_t kvp_block_index_count(const kvp_block_index *index);
+/* Below, `size` bytes are hashes, one after the other; a rest that is no whole hash is passed over.
+ *
+ * Note that `node` holds these. Ends at the first for which there is no room: of hashes, if their
+ * count is the capacity, else of sets; returns the size of those noted. 0 for no such node. */
+size_t kvp_block_index_add(kvp_block_index *index, size_t node, const uint8_t *hashes, size_t size);
+/* Note that `node` holds these no more; those it did not hold are passed over. */
+void kvp_block_index_remove(kvp_block_index *index, size_t node, const uint8_t *hashes,
+                            size_t size);
+/* Note that `node` holds nothing. Linear in the size of the index. */
+void kvp_block_index_clear(kvp_block_index *index, size_t node);
+/* Of one whole hash. */
+bool kvp_block_index_holds(const kvp_block_index *index, size_t node, const uint8_t *hash);
+/* For each node, count the leading hashes that it holds; `matched` has room for all nodes. */
+void kvp_block_index_match(kvp_block_index *index, const uint8_t *hashes, size_t size,
+                           int64_t *matched);
+/* Copy all of `from` into `to`, which is empty and has hashes as long. KVP_FULL if it has too little
+ * room, and KVP_INVALID if it has fewer nodes: `to` is good for closing only. */
+kvp_status kvp_block_index_copy(const kvp_block_index *from, kvp_block_index *to);
+
 /* ---- crc32c.c -------------------------------------------------------------------------------- */
 
 /* Continue `crc` (0 to start) over `size` bytes: CRC-32C (Castagnoli), as in RFC 3720. */

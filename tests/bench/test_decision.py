@@ -13,6 +13,7 @@ from typing import Final
 import pytest
 from pytest_benchmark.fixture import BenchmarkFixture
 
+from kvpool.block import HASH_BYTES
 from kvpool.integration.conductor.cluster import Cluster
 from kvpool.integration.conductor.cost import ProfiledCost
 from kvpool.integration.conductor.papers import papers_profile
@@ -28,7 +29,7 @@ TOKENS: Final = BLOCKS * BLOCK_TOKENS
 ROUNDS: Final = (100, 5000)
 
 
-def cluster_of(workers: int, chain: list[bytes]) -> Cluster:
+def cluster_of(workers: int, chain: bytes) -> Cluster:
     """Make a busy cluster in which every node holds a beginning of the chain, each another."""
     chance = random.Random(workers)
     cluster = Cluster(
@@ -36,7 +37,7 @@ def cluster_of(workers: int, chain: list[bytes]) -> Cluster:
     )
     for node in range(workers):
         cluster.add_node(link_bytes_per_s=44e9)
-        cluster.caches.add(node, chain[: chance.randrange(BLOCKS)])
+        cluster.caches.add(node, chain[: HASH_BYTES * chance.randrange(BLOCKS)])
         cluster.add_prefill_worker(node, queued_max=256, tokens_max=1 << 20)
         cluster.add_decode_worker(node, running_max=256, tokens_max=1 << 21)
         cluster.prefill.free_at_s[node] = chance.random() * 20
@@ -55,14 +56,14 @@ def test_a_decision(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     chance = random.Random(0)
-    chain = [chance.randbytes(32) for _ in range(BLOCKS)]
+    chain = chance.randbytes(HASH_BYTES * BLOCKS)
     cluster = cluster_of(workers, chain)
     planner = Planner(PlannerOptions(policy=policy), ProfiledCost(papers_profile()))
     numbers = itertools.count()
 
     def request() -> tuple[tuple[Request], dict[str, object]]:
-        # Hashes of their own, as they come out of a new prompt: equal, not the same objects.
-        hashes = [bytes(bytearray(one)) for one in chain]
+        # Of its own, as it comes out of `hash_chain`: equal, not the same object.
+        hashes = bytes(bytearray(chain))
         number = next(numbers)
         return (Request(number=number, tokens=TOKENS, chain=hashes, output_tokens=100),), {}
 

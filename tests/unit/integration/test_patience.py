@@ -25,7 +25,7 @@ def planner(ttft_share: float = 0.5) -> PatientPlanner:
 
 
 def request(number: int, tokens: int = 1000) -> Request:
-    return Request(number=number, tokens=tokens, chain=[], output_tokens=100)
+    return Request(number=number, tokens=tokens, chain=b"", output_tokens=100)
 
 
 def cluster(running: int, queue_s: float = 0.0, decode_s: float = 10.0) -> Cluster:

@@ -27,7 +27,9 @@ COST = papers_machine()
 def job(number: int = 0, tokens: int = 1000, output: int = 10, first_block: int = 0) -> Job:
     blocks = tuple(block_name(first_block + i) for i in range(-(-tokens // BLOCK_TOKENS)))
     request = Arrival(number, 0.0, tokens, output, blocks)
-    return Job(request, Request(number=number, tokens=tokens, chain=blocks, output_tokens=output))
+    return Job(
+        request, Request(number=number, tokens=tokens, chain=b"".join(blocks), output_tokens=output)
+    )
 
 
 def ends_of(

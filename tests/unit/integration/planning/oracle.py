@@ -6,7 +6,7 @@ from kvpool.integration.conductor.cost import ProfiledCost
 from kvpool.integration.conductor.plan import Decision, Plan, PrefixTransfer, Reason, Rejection
 from kvpool.integration.conductor.prefill_choice import draw
 from kvpool.integration.conductor.snapshot import WorkerState
-from tests.unit.integration.planning.scene import BLOCK_TOKENS, INF, Prefill, Scene
+from tests.unit.integration.planning.scene import BLOCK_TOKENS, INF, Prefill, Scene, blocks_of
 
 
 def cost(scene: Scene) -> ProfiledCost:
@@ -30,10 +30,9 @@ class Meets:
 
 def held_blocks(scene: Scene, node: int) -> int:
     """Count the leading blocks that a node's store gives."""
-    count = 0
-    while scene.nodes[node].alive and count in scene.nodes[node].held:
-        count += 1
-    return min(count, len(scene.request.chain))
+    held = blocks_of(scene.nodes[node].held) if scene.nodes[node].alive else []
+    chain = blocks_of(scene.request.chain)
+    return next((count for count, block in enumerate(chain) if block not in held), len(chain))
 
 
 def drawn(scene: Scene, scores: list[float]) -> int:

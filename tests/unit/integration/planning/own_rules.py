@@ -19,6 +19,7 @@ from tests.unit.integration.planning.scene import (
     draw_scene,
     idle,
     look,
+    names,
     two_nodes,
 )
 from tests.unit.integration.planning.subject import Subject
@@ -39,7 +40,7 @@ def long_prompts_wait_less(subject: Subject, chance: random.Random) -> None:
 def work_has_a_price(subject: Subject, chance: random.Random) -> None:
     """slack-aware waits for a worker where there is less to compute; at no price it does not."""
     scene, blocks = two_nodes(chance, policy="slack-aware", admission="none", work_price=3.0)
-    held = replace(scene.nodes[0], held=tuple(range(blocks)), sends_s=1000.0)
+    held = replace(scene.nodes[0], held=names(range(blocks)), sends_s=1000.0)
     saved_s = oracle.computing_s(scene, 0) - oracle.computing_s(
         scene.changed(nodes=(held, scene.nodes[1])), blocks
     )
@@ -63,7 +64,7 @@ def copies_when_it_is_cheaper(subject: Subject, chance: random.Random) -> None:
     scene = scene.changed(profile=EXACT)
     gone = replace(scene.prefill[0], state=WorkerState.DRAINING)
     saved_s = oracle.computing_s(scene, 0) - oracle.computing_s(scene, blocks)
-    held = replace(scene.nodes[0], held=tuple(range(blocks)))
+    held = replace(scene.nodes[0], held=names(range(blocks)))
     scene = scene.changed(nodes=(held, scene.nodes[1]), prefill=(gone, scene.prefill[1]))
     moving_s = oracle.copying_s(scene, scene.prefill[1], 0, blocks)
     for sooner_s, copies in ((0.0, False), (2.0**-20, True)):
@@ -97,7 +98,7 @@ def waits_for_decode_while_ttft_allows(subject: Subject, chance: random.Random) 
     wait_s = max(0, ahead + 1 - room) * scene.decode_s / room
     scene = scene.changed(
         profile=msgspec.structs.replace(EXACT, prefill=quick),
-        request=replace(scene.request, tokens=tokens, chain=()),
+        request=replace(scene.request, tokens=tokens, chain=b""),
         prefill=(replace(scene.prefill[0], tokens_max=tokens),),
         decode=(
             replace(

@@ -12,43 +12,67 @@ from kvpool.errors import UsageError
 from kvpool.integration.conductor.plan import Plan, Reason, Rejection
 from kvpool.integration.conductor.snapshot import Objectives, Snapshot, WorkerState
 from tests.unit.integration.planning.books import Books
-from tests.unit.integration.planning.scene import INF, NOW_S, build, draw_scene, idle, planner_of
+from tests.unit.integration.planning.scene import (
+    INF,
+    NOW_S,
+    blocks_of,
+    build,
+    draw_scene,
+    idle,
+    names,
+    planner_of,
+)
 from tests.unit.integration.planning.subject import Subject
 
 
 def finds_every_prefix(subject: Subject, chance: random.Random) -> None:
     """The index counts, for each node, the leading blocks that were added and not removed."""
-    nodes = chance.choice((1, 2, 9, 40))
-    length = chance.choice((0, 1, 5, 64, 65, 66, 320, 321, 322, 600))
-    index, held = subject.BlockIndex(1), [set[int]() for _ in range(nodes)]
+    nodes = chance.choice((1, 2, 9, 64, 65, 140))
+    length = chance.choice((0, 1, 5, 64, 65, 129, 300))
+    size = chance.choice((8, 20, 32))
+    index, held = subject.BlockIndex(1, size), [set[bytes]() for _ in range(nodes)]
+    whole = names(range(length), size)
+    index.add(0, whole[:size])
+    held[0].update(blocks_of(whole[:size], size))
     index.grow(nodes)
     for node in range(nodes):
-        added = range(chance.choice((0, 1, length // 2, length, length)))
+        added = whole[: size * chance.choice((0, 1, length // 2, length, length))]
         index.add(node, added)
-        index.add(node, added[:2])
-        held[node].update(added)
-        gone = [chance.randrange(length + 1)] if chance.random() < 0.4 else []
+        index.add(node, added[: 2 * size])
+        held[node].update(blocks_of(added, size))
+        gone = names([chance.randrange(length + 1)], size) if chance.random() < 0.4 else b""
         index.remove(node, gone)
         index.remove(node, gone)
-        held[node].difference_update(gone)
+        held[node].difference_update(blocks_of(gone, size))
     if chance.random() < 0.3:
         cleared = chance.randrange(nodes)
         index.clear(cleared)
         held[cleared].clear()
-    chain = [*range(length), -1]
-    matched = index.match(chain)
+    chain = [*blocks_of(whole, size), names([length + 1], size)]
+    matched = index.match(b"".join(chain))
     assert matched.tolist() == [
         next(at for at, block in enumerate(chain) if block not in one) for one in held
     ]
-    assert index.match([]).tolist() == [0] * nodes
+    assert index.match(b"").tolist() == [0] * nodes
     assert index.node_count == nodes
     assert len(index) == len(set().union(*held))
     for node in range(nodes):
-        for block in {0, 1, chance.randint(0, length)}:
+        for block in (chain[0], chance.choice(chain)):
             assert index.holds(node, block) == (block in held[node])
     for node, blocks in enumerate(held):
-        index.remove(node, blocks)
+        index.remove(node, b"".join(blocks))
     assert len(index) == 0
+    for refused in (
+        partial(index.add, nodes, whole[:size]),
+        partial(index.remove, -1, whole[:size]),
+        partial(index.clear, nodes),
+        partial(index.holds, -1, chain[0]),
+        partial(index.match, b"short"),
+    ):
+        assert _refuses(refused)
+    assert not index.holds(0, b"")
+    index.grow(0)
+    assert index.node_count == nodes
 
 
 def keeps_its_books(subject: Subject, chance: random.Random) -> None:
@@ -113,10 +137,10 @@ def starts_empty(subject: Subject, chance: random.Random) -> None:
     assert shown.prefill.tokens_max.tolist() == [5]
     assert shown.decode.tokens_max.tolist() == [7]
     assert shown.prefill.state.tolist() == shown.decode.state.tolist() == [WorkerState.READY]
-    cluster.caches.add(0, [1])
+    cluster.caches.add(0, names([1]))
     cluster.lose_node(0)
     assert not cluster.nodes.alive[0]
-    assert not cluster.caches.holds(0, 1)
+    assert not cluster.caches.holds(0, names([1]))
 
 
 def refuses_what_cannot_be(subject: Subject, chance: random.Random) -> None:

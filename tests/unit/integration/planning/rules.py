@@ -44,6 +44,7 @@ from tests.unit.integration.planning.scene import (
     draw_scene,
     idle,
     look,
+    names,
     planner_of,
     two_nodes,
 )
@@ -183,8 +184,8 @@ def _feeds_all_workers(subject: Subject, scene: Scene) -> None:
 def defines_zero_matches(subject: Subject, chance: random.Random) -> None:
     """With nothing cached anywhere, or no blocks at all, everything is computed, nothing moved."""
     scene = draw_scene(chance, admission="none")
-    nodes = tuple(replace(node, held=()) for node in scene.nodes)
-    short = replace(scene.request, tokens=1, chain=())
+    nodes = tuple(replace(node, held=b"") for node in scene.nodes)
+    short = replace(scene.request, tokens=1, chain=b"")
     for bare in (scene.changed(nodes=nodes), scene.changed(request=short)):
         decided = decide(subject, bare)
         if isinstance(decided, Plan):
@@ -231,7 +232,7 @@ def moves_hot_prefixes(subject: Subject, chance: random.Random) -> None:
     """A busy holder's prefix is copied to an idle worker, unless the threshold is infinite."""
     scene = idle(2, chance, admission="none", policy=chance.choice(POLICIES[-2:]))
     blocks = 16
-    request = replace(scene.request, tokens=blocks * BLOCK_TOKENS, chain=tuple(range(blocks)))
+    request = replace(scene.request, tokens=blocks * BLOCK_TOKENS, chain=names(range(blocks)))
     busy = replace(scene.prefill[0], busy_s=20.0, tokens_max=10**6)
     free = replace(scene.prefill[1], tokens_max=10**6)
     decode = tuple(replace(worker, free_tokens=10**6) for worker in scene.decode)
@@ -328,8 +329,8 @@ def threshold_is_a_ratio(subject: Subject, chance: random.Random) -> None:
         (0, 1e9, True),
     ):
         nodes = (
-            replace(scene.nodes[0], held=tuple(range(blocks))),
-            replace(scene.nodes[1], held=tuple(range(held)), link_bytes_per_s=2.0**33),
+            replace(scene.nodes[0], held=names(range(blocks))),
+            replace(scene.nodes[1], held=names(range(held)), link_bytes_per_s=2.0**33),
         )
         options = replace(scene.options, balancing_threshold=threshold)
         given = scene.changed(nodes=nodes, prefill=(gone, scene.prefill[1]), options=options)
@@ -344,7 +345,7 @@ def threshold_is_a_ratio(subject: Subject, chance: random.Random) -> None:
 def copies_from_the_idlest(subject: Subject, chance: random.Random) -> None:
     """Of equal holders, the one whose link is free first gives; idle ones take turns."""
     scene = idle(4, chance, admission="none", policy=chance.choice(POLICIES[-2:]))
-    request = replace(scene.request, tokens=16 * BLOCK_TOKENS, chain=tuple(range(16)))
+    request = replace(scene.request, tokens=16 * BLOCK_TOKENS, chain=names(range(16)))
     prefill = tuple(
         replace(
             worker,

@@ -4,12 +4,13 @@ Times are short binary fractions: sums of them are exact, so that ties are ties 
 """
 
 import random
-from collections.abc import Hashable, Sequence
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 import msgspec
 
+from kvpool.block import HASH_BYTES
 from kvpool.integration.conductor.cluster import Cluster
 from kvpool.integration.conductor.papers import papers_profile
 from kvpool.integration.conductor.plan import Decision
@@ -52,7 +53,7 @@ class Node:
     sends_s: float
     receives_s: float
     link_bytes_per_s: float
-    held: Sequence[Hashable]
+    held: bytes
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,16 @@ class Scene:
         return replace(self, **fields)
 
 
+def names(numbers: Iterable[int], size_bytes: int = HASH_BYTES) -> bytes:
+    """Make a hash of each number; concatenated."""
+    return b"".join(number.to_bytes(size_bytes, "little") for number in numbers)
+
+
+def blocks_of(chain: bytes, size_bytes: int = HASH_BYTES) -> list[bytes]:
+    """List the hashes that are concatenated."""
+    return [chain[at : at + size_bytes] for at in range(0, len(chain), size_bytes)]
+
+
 def draw_scene(chance: random.Random, **options: object) -> Scene:
     """Draw a scene. ``options`` are set in the planner's options; the others are drawn."""
     set_options: dict[str, Any] = options
@@ -107,7 +118,7 @@ def draw_scene(chance: random.Random, **options: object) -> Scene:
     request = Request(
         number=chance.randint(0, 1000),
         tokens=max(1, blocks * BLOCK_TOKENS - chance.choice((0, 0, 1, 300))),
-        chain=tuple(range(blocks)),
+        chain=names(range(blocks)),
         output_tokens=chance.choice((1, 100)),
     )
     nodes = tuple(_draw_node(chance, blocks) for _ in range(chance.randint(1, 6)))
@@ -149,7 +160,7 @@ def _draw_node(chance: random.Random, blocks: int) -> Node:
         sends_s=chance.choice((-5.0, 0.0, 0.125, 0.75)),
         receives_s=chance.choice((-5.0, 0.0, 0.0625, 0.375)),
         link_bytes_per_s=chance.choice((2.0**30, 2.0**33, 2.0**35)),
-        held=tuple(held),
+        held=names(held),
     )
 
 
@@ -246,7 +257,7 @@ def idle(workers: int, chance: random.Random, **options: object) -> Scene:
     scene = draw_scene(chance, **options)
     tokens = scene.request.tokens + scene.request.output_tokens
     return scene.changed(
-        nodes=(Node(True, -1.0, -1.0, 2.0**35, ()),) * workers,
+        nodes=(Node(True, -1.0, -1.0, 2.0**35, b""),) * workers,
         prefill=tuple(
             Prefill(node, WorkerState.READY, -1.0, 0, 64, 10 * tokens) for node in range(workers)
         ),
@@ -262,7 +273,7 @@ def idle(workers: int, chance: random.Random, **options: object) -> Scene:
 def two_nodes(chance: random.Random, **options: object) -> tuple[Scene, int]:
     """Draw two idle nodes with large workers, and a request of an even number of blocks."""
     scene, blocks = idle(2, chance, **options), 2 * chance.randint(4, 8)
-    request = replace(scene.request, tokens=blocks * BLOCK_TOKENS - 1, chain=tuple(range(blocks)))
+    request = replace(scene.request, tokens=blocks * BLOCK_TOKENS - 1, chain=names(range(blocks)))
     return scene.changed(
         request=request,
         objectives=Objectives(ttft_s=INF, tbt_s=INF),

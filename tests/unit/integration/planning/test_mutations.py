@@ -37,17 +37,17 @@ BREAKS = (
 
 # Changes that change nothing, and why.
 EQUIVALENT = {
-    # Both ways to spread a mask do the same; one is quicker for few bits.
-    ("_write", "not mask.bit_count() <= _FEW"),
-    ("_write", "mask.bit_count() < _FEW"),
-    # Runs that grow more slowly find the same.
-    ("match", "size += _RUN_GROWTH"),
+    # In more room, or in room that grows otherwise, lies the same.
+    ("grow", "node_count >= node_room"),
+    ("grow", "node_room += 2"),
+    ("_make_room", "2 + hash_room"),
+    ("_make_room", "2 + set_room"),
+    ("grow", "3"),
+    ("_make_room", "3"),
     # Where the two are equal, the wait is 0 either way.
     ("decode_wait_s", "ahead + 1 < room"),
-    # More bytes than a mask needs are zeros, and are cut off.
-    ("_write", "(self._node_count + 7) * 8"),
-    ("_write", "8"),
-    ("_write", "9"),
+    # Any number but 0 is as true as True.
+    ("match", "2"),
     # Of a drift only the differences are used.
     ("add_prefill_worker", "1.0"),
     # True + 1 is as true.
