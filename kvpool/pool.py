@@ -54,7 +54,7 @@ OPERATIONS_MAX: Final = 1024
 # Arenas hand out whole pages.
 _PAGE_BYTES: Final = 4096
 # Longest wait of ``close`` for copies under way.
-_CLOSE_TIMEOUT_S: Final = 4.0
+_CLOSE_TIMEOUT_S: Final = 1.0
 # Longest wait for a disk in what has no deadline of its own, which is closing it.
 _SSD_TIMEOUT_S: Final = 3.0
 # The client name of leases that this process takes for itself.

@@ -406,6 +406,7 @@ class SsdTier(Tier):
             device, self._device = self._device, None
         if device is None:
             return
+        device.end_by(deadline)
         try:
             in_order = False
             try:
@@ -420,6 +421,7 @@ class SsdTier(Tier):
         except KVPoolError as error:
             logger.warning("%s", error)
         finally:
+            device.stop()
             self._files.close()
 
     # ---- inside -----------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from kvpool._native import ffi, lib
 from kvpool.arena import SlotNumbers, Slots
 from kvpool.block import HASH_BYTES
+from kvpool.completion import Deadline
 from kvpool.errors import CapacityError, InternalError
 from kvpool.memory import BlockView, Crcs
 from kvpool.tiers.ledger import Listing
@@ -67,7 +68,8 @@ class SsdDevice:
         geometry, store_id: Of the store.
         segments, intent, lock: Descriptors, which are duplicated.
         threads: How many jobs are in the kernel at once; each has a buffer of one slot.
-        close_timeout_s: How long the end waits for the kernel before it leaves threads to it.
+        close_timeout_s: How long the end waits for the kernel before it leaves threads to it, unless
+            ``end_by`` says until when.
 
     Raises:
         CapacityError: No memory, threads or descriptors for it.
@@ -114,9 +116,19 @@ class SsdDevice:
             )
         if status != lib.KVP_OK:
             raise InternalError(f"kvp_ssd_open answered {status}")
-        timeout_ns = _ns(close_timeout_s)
         self._layout = layout
-        self._device: CData = ffi.gc(out[0], lambda device: lib.kvp_ssd_close(device, timeout_ns))
+        self._end = end = _End(close_timeout_s)
+        self._device: CData = ffi.gc(
+            out[0], lambda device: lib.kvp_ssd_close(device, _ns(end.remaining_s()))
+        )
+
+    def end_by(self, deadline: Deadline) -> None:
+        """Have the end wait for the kernel no longer than that."""
+        self._end.deadline = deadline
+
+    def stop(self) -> None:
+        """Have all calls, now and later, give up as at their deadline."""
+        lib.kvp_ssd_stop(self._device)
 
     def read(
         self, slots: Slots, keys: bytes, dest: BlockView, timeout_s: float
@@ -232,6 +244,17 @@ class SsdDevice:
     def late(self) -> int:
         """Return how many threads the kernel holds for calls that have given up."""
         return lib.kvp_ssd_late(self._device)
+
+
+class _End:
+    """How long the end of a device may take: known to its destructor, which outlives it."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self.deadline: Deadline | None = None
+
+    def remaining_s(self) -> float:
+        return self._timeout_s if self.deadline is None else self.deadline.remaining_s()
 
 
 def intent_slots(copies: bytes, store_id: bytes) -> SlotNumbers:

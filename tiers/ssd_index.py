@@ -12,8 +12,9 @@ import threading
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
+import lmdb
 import numpy as np
 
 from kvpool.arena import SlotNumbers, Slots
@@ -22,9 +23,6 @@ from kvpool.completion import Deadline
 from kvpool.errors import UnavailableError
 from kvpool.tiers.ledger import Listing
 from kvpool.tiers.ssd_format import crc32c
-
-if TYPE_CHECKING:
-    import lmdb
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +44,8 @@ _MAP_BYTES_MIN: Final = 64 << 20
 # Records of one transaction, and how long the thread waits for more before it writes fewer.
 _BATCH: Final = 10000
 _GATHER_S: Final = 0.25
+# What LMDB raises when the disk fails, or its file.
+_FAILURES: Final = (lmdb.Error, OSError)
 
 
 class SsdIndex:
@@ -78,9 +78,10 @@ class SsdIndex:
             self._environment = _open(folder, slot_count)
             if believed:
                 self.found = _read(self._environment)
-        except _failures() as error:
+        except _FAILURES as error:
             raise UnavailableError(
-                f"the index {folder} cannot be opened: {error}: look at the disk", path=str(folder)
+                f"the index {folder} cannot be opened: {error}: look at the disk, and at ulimit -n",
+                path=str(folder),
             ) from error
         self._thread = threading.Thread(target=self._run, name="kvpool-ssd-index", daemon=True)
         self._thread.start()
@@ -159,7 +160,7 @@ class SsdIndex:
             return
         try:
             work()
-        except _failures() as error:
+        except _FAILURES as error:
             self._broken = True
             logger.warning(
                 "the index %s cannot be written (%s): the store opens by its headers next time",
@@ -168,12 +169,12 @@ class SsdIndex:
             )
 
     def _write(self, records: Mapping[int, bytes | None]) -> None:
-        with self._environment.begin(write=True) as transaction:
+        puts = [(_key(slot), record) for slot, record in records.items() if record is not None]
+        with self._environment.begin(write=True) as transaction, transaction.cursor() as cursor:
+            cursor.putmulti(puts)
             for slot, record in records.items():
                 if record is None:
                     transaction.delete(_key(slot))
-                else:
-                    transaction.put(_key(slot), record)
 
     def _sync(self) -> None:
         self._environment.sync(True)
@@ -199,13 +200,11 @@ def _key(slot: int) -> bytes:
 
 def read_index(folder: Path) -> Listing:
     """Return the blocks of an index that is believed, without opening it for writing."""
-    import lmdb
-
     with lmdb.open(str(folder), readonly=True, lock=False) as environment:
         return _read(environment)
 
 
-def _read(environment: "lmdb.Environment") -> Listing:
+def _read(environment: lmdb.Environment) -> Listing:
     """Return all records, oldest life first."""
     with environment.begin() as transaction, transaction.cursor() as cursor:
         raw = b"".join(cursor.iternext(keys=False, values=True))
@@ -231,10 +230,7 @@ def checksum_of(folder: Path) -> tuple[int, int] | None:
     return crc, size
 
 
-def _open(folder: Path, slot_count: int) -> "lmdb.Environment":
-    # Imported here so that `import kvpool` does not load it.
-    import lmdb
-
+def _open(folder: Path, slot_count: int) -> lmdb.Environment:
     folder.mkdir(mode=0o700, exist_ok=True)
     return lmdb.open(
         str(folder),
@@ -246,10 +242,3 @@ def _open(folder: Path, slot_count: int) -> "lmdb.Environment":
         metasync=False,
         max_readers=2,
     )
-
-
-def _failures() -> tuple[type[Exception], ...]:
-    """Return what LMDB raises when the disk fails, or its file."""
-    import lmdb
-
-    return (lmdb.Error, OSError)

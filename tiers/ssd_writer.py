@@ -207,7 +207,8 @@ class SsdWriter:
             new[done] = self._ledger.commit(stored.slots, stored.keys, stored.parents)
             self._index.put(stored.take(new[done]))
         finally:
-            self._ledger.release(_take(slots, ~done))
+            if not done.all():
+                self._ledger.release(_take(slots, ~done))
         if not done.any():
             raise self._error(outcome, "writing")
         return new
@@ -241,6 +242,8 @@ class SsdWriter:
 
     def _note_failures(self, slots: Slots, outcome: Outcome) -> None:
         """Keep slots that the kernel may still write, and those that may hold anything."""
+        if outcome.durable and outcome.leading() == len(slots):
+            return
         touched = outcome.are(lib.KVP_SLOT_FAILED)
         if not outcome.durable:
             touched |= outcome.are(lib.KVP_SLOT_DONE)

@@ -30,7 +30,7 @@ _PROMOTE_BYTES: Final = 32 << 20
 # Share of a new measurement in the speed that is expected of the next read.
 _SPEED_SHARE: Final = 0.25
 # Longest wait for the flusher's write under way when the stack is closed.
-_CLOSE_TIMEOUT_S: Final = 1.0
+_CLOSE_TIMEOUT_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

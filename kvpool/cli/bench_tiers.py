@@ -15,7 +15,7 @@ import numpy as np
 from kvpool.arena import Arena
 from kvpool.base import Chain
 from kvpool.block import BlockLayout, Namespace, new_incarnation
-from kvpool.cli import bench_ssd, bench_ssd_open
+from kvpool.cli import bench_ssd, bench_ssd_open, bench_stack
 from kvpool.cli.bench import Case, Sides, Timer
 from kvpool.cli.bench_reference import CopyReference, Spans, rotate_bytes
 from kvpool.config import PoolConfig
@@ -43,7 +43,7 @@ def cases(quick: bool) -> list[Case]:
         for job in ("load", "store")
         for size, layers in _LAYERS.items()
     ]
-    return dram + bench_ssd.cases(quick) + bench_ssd_open.cases(quick)
+    return dram + bench_ssd.cases(quick) + bench_ssd_open.cases(quick) + bench_stack.cases()
 
 
 @contextmanager

@@ -102,7 +102,9 @@ typedef struct batch {
     size_t intent_slots; /* INTENT */
     uint8_t *results;
     size_t count;
+    bool shut;    /* WRITE: prepare slots, and put none on the disk yet */
     size_t next;  /* first job that nobody has taken */
+    size_t limit; /* first job that nobody may take yet: the threads are there for others, too */
     size_t ended; /* jobs */
     int error;    /* the first errno */
     struct batch *later;
@@ -116,6 +118,7 @@ typedef struct {
     job_kind kind;
     slot_name name;
     bool touching; /* the caller's memory */
+    bool begun;    /* what the kernel has, or is about to be given */
 } worker;
 
 typedef struct {
@@ -127,10 +130,12 @@ struct kvp_ssd {
     pthread_mutex_t mutex;  /* guards all that changes below, and batches */
     pthread_cond_t work;    /* there is a batch, or the end */
     pthread_cond_t ended;   /* a batch has ended, a worker touches nothing any more, or has left */
+    pthread_cond_t opened_gate; /* a batch is shut no more, or its caller has given up */
     kvp_ssd_geometry geometry;
     batch *first, *last;
     uint64_t sequence; /* of the next intent */
     bool closing, orphaned;
+    bool stopped; /* nobody waits any more */
     size_t alive, settled_count;
     size_t late_count; /* workers that the kernel holds for callers that have given up */
     size_t blocking;   /* of them: with an intent or an erasure, which no write may overtake */
@@ -151,7 +156,14 @@ kvp_slot_result kvp_ssd_job(worker *self, bool whole, int *error);
 /* How many late writes may wait to be taken by kvp_ssd_settled. */
 size_t kvp_ssd_settled_max(const kvp_ssd *ssd);
 struct timespec kvp_ssd_deadline(uint64_t timeout_ns);
-/* Have a batch done, or give up at the deadline: KVP_OK if every job has ended. */
+/* Hand a batch to the threads. Its first job is taken after those of batches begun before it. */
+void kvp_ssd_begin(kvp_ssd *ssd, batch *mine);
+/* Let a batch that was begun shut be written. */
+void kvp_ssd_unshut(kvp_ssd *ssd, batch *mine);
+/* Wait until a batch is done, or give up at the deadline, or at once if it is shut: KVP_OK if every
+ * job has ended. */
+kvp_status kvp_ssd_finish(kvp_ssd *ssd, batch *mine, const struct timespec *deadline);
+/* Begin and finish. */
 kvp_status kvp_ssd_run(kvp_ssd *ssd, batch *mine, const struct timespec *deadline);
 
 #endif

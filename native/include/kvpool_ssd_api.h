@@ -110,6 +110,8 @@ typedef enum {
  * KVP_INVALID, KVP_SYSTEM. */
 kvp_status kvp_ssd_open(const kvp_ssd_geometry *geometry, const int *fds, size_t fd_count,
                         int intent_fd, int lock_fd, kvp_ssd **out);
+/* Have calls that wait give up, as at their deadline, and those that follow at once. */
+void kvp_ssd_stop(kvp_ssd *ssd);
 /* End the threads. Those that the kernel holds for longer than `timeout_ns` are left to it, and the
  * last one frees what is left. No other call may be under way or follow. Null is allowed. */
 void kvp_ssd_close(kvp_ssd *ssd, uint64_t timeout_ns);

@@ -1,7 +1,7 @@
 /* The calls of the SSD tier: batches of slots, and the order of a durable write.
  *
  * Owns: what is written before what. An intent names the slots that a write will be at, and is
- * durable before the first of them changes; so after a power cut only slots of the last intents can
+ * durable before the first of them changes (that they are made ready meanwhile changes nothing); so after a power cut only slots of the last intents can
  * be torn, and whoever opens the store looks at just those. */
 #define _GNU_SOURCE
 #include <stdlib.h>
@@ -105,22 +105,6 @@ static kvp_status admit(kvp_ssd *ssd)
     return blocked ? KVP_BUSY : room ? KVP_OK : KVP_FULL;
 }
 
-/* Say durably which slots are about to be written. */
-static kvp_status declare(kvp_ssd *ssd, const uint32_t *slots, size_t count,
-                          const struct timespec *deadline, int *error)
-{
-    uint8_t result;
-    const uint32_t intent_file = (uint32_t)ssd->fd_count;
-    batch mine = {.kind = INTENT,
-                  .slots = slots,
-                  .intent_slots = count,
-                  .sequence = ssd->sequence++,
-                  .results = &result,
-                  .count = 1};
-    kvp_status status = outcome(&mine, kvp_ssd_run(ssd, &mine, deadline), error);
-    return status == KVP_OK ? sync_files(ssd, &intent_file, 1, deadline, error) : status;
-}
-
 kvp_status kvp_ssd_write(kvp_ssd *ssd, const uint32_t *slots, const uint64_t *generations,
                          const uint8_t *keys, const uint8_t *parents, size_t count, size_t also,
                          const kvp_view *src, const uint64_t *src_blocks,
@@ -138,10 +122,15 @@ kvp_status kvp_ssd_write(kvp_ssd *ssd, const uint32_t *slots, const uint64_t *ge
     if (status != KVP_OK)
         return status;
     const struct timespec deadline = kvp_ssd_deadline(timeout_ns);
-    status = declare(ssd, slots, count + also, &deadline, error);
-    if (status != KVP_OK)
-        return status;
+    uint8_t declared;
+    batch intent = {.kind = INTENT,
+                    .slots = slots,
+                    .intent_slots = count + also,
+                    .sequence = ssd->sequence++,
+                    .results = &declared,
+                    .count = 1};
     batch mine = {.kind = WRITE,
+                  .shut = true,
                   .slots = slots,
                   .generations = generations,
                   .keys = keys,
@@ -151,7 +140,16 @@ kvp_status kvp_ssd_write(kvp_ssd *ssd, const uint32_t *slots, const uint64_t *ge
                   .crc_expected = crc_expected,
                   .results = results,
                   .count = count};
-    status = kvp_ssd_run(ssd, &mine, &deadline);
+    /* The first slots are copied and summed while the intent is on its way to the disk. */
+    kvp_ssd_begin(ssd, &intent);
+    kvp_ssd_begin(ssd, &mine);
+    status = outcome(&intent, kvp_ssd_finish(ssd, &intent, &deadline), error);
+    if (status == KVP_OK)
+        kvp_ssd_unshut(ssd, &mine);
+    const kvp_status written = kvp_ssd_finish(ssd, &mine, &deadline);
+    if (status != KVP_OK)
+        return status;
+    status = written;
     if (mine.error != 0)
         *error = mine.error;
     /* What was written is durable even if some could not be. */

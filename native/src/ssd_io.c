@@ -31,6 +31,7 @@ static void take_job(kvp_ssd *ssd, worker *self)
     self->batch = mine;
     self->kind = mine->kind;
     self->index = mine->next++;
+    self->begun = mine->kind != WRITE;
     self->name.slot = mine->slots[self->index];
     if (mine->generations != NULL)
         self->name.generation = mine->generations[self->index];
@@ -38,7 +39,7 @@ static void take_job(kvp_ssd *ssd, worker *self)
         memcpy(self->name.key, mine->keys + self->index * KVP_NAME_BYTES, KVP_NAME_BYTES);
     if (mine->parents != NULL)
         memcpy(self->name.parent, mine->parents + self->index * KVP_NAME_BYTES, KVP_NAME_BYTES);
-    const bool more = mine->next < mine->count;
+    const bool more = mine->next < mine->limit;
     if (mine->later == NULL) {
         if (!more)
             ssd->first = ssd->last = NULL;
@@ -65,6 +66,8 @@ static void tell(kvp_ssd *ssd, worker *self, kvp_slot_result result, int error)
             pthread_cond_broadcast(&ssd->ended);
         return;
     }
+    if (!self->begun)
+        return;
     ssd->late_count--;
     if (self->kind == INTENT || self->kind == ERASE)
         ssd->blocking--;
@@ -85,6 +88,7 @@ static void release(kvp_ssd *ssd)
         munmap(ssd->map, buffers_bytes(ssd));
     pthread_cond_destroy(&ssd->work);
     pthread_cond_destroy(&ssd->ended);
+    pthread_cond_destroy(&ssd->opened_gate);
     pthread_mutex_destroy(&ssd->mutex);
     free(ssd->fds);
     free(ssd->settled);
@@ -127,7 +131,7 @@ struct timespec kvp_ssd_deadline(uint64_t timeout_ns)
     return at;
 }
 
-/* Leave the jobs that the kernel holds to it, and those that nobody has taken undone. Locked. */
+/* Leave the jobs that the kernel holds to it, and those that have not begun undone. Locked. */
 static void give_up(kvp_ssd *ssd, batch *mine)
 {
     batch *before = NULL;
@@ -147,31 +151,67 @@ static void give_up(kvp_ssd *ssd, batch *mine)
         if (other->batch != mine)
             continue;
         other->batch = NULL;
+        if (!other->begun)
+            continue;
         ssd->late_count++;
         ssd->blocking += other->kind == INTENT || other->kind == ERASE;
         mine->results[other->index] = KVP_SLOT_LATE;
     }
     ssd->waiting_for_touch--;
+    pthread_cond_broadcast(&ssd->opened_gate);
+}
+
+/* Have the threads take jobs up to `limit`. Locked. */
+static void allow(kvp_ssd *ssd, batch *mine, size_t limit)
+{
+    const bool queued = mine->next < mine->limit;
+    const size_t more = limit - mine->limit;
+    mine->limit = limit;
+    if (more == 0)
+        return;
+    if (!queued && ssd->last == NULL)
+        ssd->first = mine;
+    else if (!queued)
+        ssd->last->later = mine;
+    if (!queued)
+        ssd->last = mine;
+    if (more >= ssd->geometry.threads)
+        pthread_cond_broadcast(&ssd->work);
+    else
+        for (size_t i = 0; i < more; i++)
+            pthread_cond_signal(&ssd->work);
+}
+
+void kvp_ssd_begin(kvp_ssd *ssd, batch *mine)
+{
+    /* While they wait for what shuts it, half of the threads are left to reads. */
+    const size_t prepared = ssd->geometry.threads / 2;
+    memset(mine->results, KVP_SLOT_SKIPPED, mine->count);
+    pthread_mutex_lock(&ssd->mutex);
+    allow(ssd, mine, mine->shut && prepared < mine->count ? prepared : mine->count);
+    pthread_mutex_unlock(&ssd->mutex);
+}
+
+void kvp_ssd_unshut(kvp_ssd *ssd, batch *mine)
+{
+    pthread_mutex_lock(&ssd->mutex);
+    mine->shut = false;
+    allow(ssd, mine, mine->count);
+    pthread_cond_broadcast(&ssd->opened_gate);
+    pthread_mutex_unlock(&ssd->mutex);
 }
 
 kvp_status kvp_ssd_run(kvp_ssd *ssd, batch *mine, const struct timespec *deadline)
 {
-    memset(mine->results, KVP_SLOT_SKIPPED, mine->count);
-    if (mine->count == 0)
-        return KVP_OK;
+    kvp_ssd_begin(ssd, mine);
+    return kvp_ssd_finish(ssd, mine, deadline);
+}
+
+kvp_status kvp_ssd_finish(kvp_ssd *ssd, batch *mine, const struct timespec *deadline)
+{
     pthread_mutex_lock(&ssd->mutex);
-    if (ssd->last == NULL)
-        ssd->first = mine;
-    else
-        ssd->last->later = mine;
-    ssd->last = mine;
-    if (mine->count >= ssd->geometry.threads)
-        pthread_cond_broadcast(&ssd->work);
-    else
-        for (size_t i = 0; i < mine->count; i++)
-            pthread_cond_signal(&ssd->work);
-    int waited = 0;
-    while (mine->ended < mine->count && waited == 0)
+    int waited = mine->shut ? ETIMEDOUT : 0;
+    while (mine->ended < mine->count && waited == 0 && !ssd->stopped)
         waited = pthread_cond_timedwait(&ssd->ended, &ssd->mutex, deadline);
     if (mine->ended < mine->count)
         give_up(ssd, mine);
@@ -251,6 +291,7 @@ kvp_status kvp_ssd_open(const kvp_ssd_geometry *geometry, const int *fds, size_t
     pthread_mutex_init(&ssd->mutex, NULL);
     pthread_cond_init(&ssd->work, NULL);
     pthread_cond_init(&ssd->ended, &monotonic);
+    pthread_cond_init(&ssd->opened_gate, NULL);
     pthread_condattr_destroy(&monotonic);
     ssd->settled = calloc(kvp_ssd_settled_max(ssd), sizeof *ssd->settled);
     ssd->fds = malloc((fd_count + 2) * sizeof *ssd->fds);
@@ -273,6 +314,14 @@ kvp_status kvp_ssd_open(const kvp_ssd_geometry *geometry, const int *fds, size_t
     }
     *out = ssd;
     return KVP_OK;
+}
+
+void kvp_ssd_stop(kvp_ssd *ssd)
+{
+    pthread_mutex_lock(&ssd->mutex);
+    ssd->stopped = true;
+    pthread_cond_broadcast(&ssd->ended);
+    pthread_mutex_unlock(&ssd->mutex);
 }
 
 void kvp_ssd_close(kvp_ssd *ssd, uint64_t timeout_ns)

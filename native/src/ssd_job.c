@@ -70,13 +70,31 @@ static batch *touch(worker *self)
     return mine;
 }
 
-static void stop_touching(worker *self)
+/* Touch nothing any more. Locked. */
+static void let_go(worker *self)
 {
-    pthread_mutex_lock(&self->ssd->mutex);
     self->touching = false;
     if (self->ssd->waiting_for_touch > 0)
         pthread_cond_broadcast(&self->ssd->ended);
+}
+
+static void stop_touching(worker *self)
+{
+    pthread_mutex_lock(&self->ssd->mutex);
+    let_go(self);
     pthread_mutex_unlock(&self->ssd->mutex);
+}
+
+/* Touch nothing any more, and wait until the slot may be written; whether it may. */
+static bool pass(worker *self)
+{
+    pthread_mutex_lock(&self->ssd->mutex);
+    let_go(self);
+    while (self->batch != NULL && self->batch->shut)
+        pthread_cond_wait(&self->ssd->opened_gate, &self->ssd->mutex);
+    self->begun = self->batch != NULL;
+    pthread_mutex_unlock(&self->ssd->mutex);
+    return self->begun;
 }
 
 static kvp_slot_result failed(int error, int *first)
@@ -136,11 +154,14 @@ static kvp_slot_result write_slot(worker *self, int *error)
     kvp_status copied = kvp_copy_blocks(&geometry->shape, &view, &zero, mine->view,
                                         mine->blocks + self->index, 1, 0, geometry->layers,
                                         expected, crcs_of(self), crc_count, &bad);
-    stop_touching(self);
-    if (copied != KVP_OK)
+    if (copied != KVP_OK) {
+        stop_touching(self);
         return KVP_SLOT_SOURCE;
+    }
     kvp_slot_seal(geometry, &self->name, self->buffer);
     memset(self->buffer + end, 0, geometry->slot_bytes - end);
+    if (!pass(self))
+        return KVP_SLOT_SKIPPED;
     int status = move_slot(self, true, geometry->slot_bytes);
     return status == 0 ? KVP_SLOT_DONE : failed(status, error);
 }
@@ -167,6 +188,7 @@ static kvp_slot_result scan_slot(worker *self, bool whole, int *error)
     return KVP_SLOT_DONE;
 }
 
+/* Durably: nobody may write on the strength of one that a power cut takes back. */
 static kvp_slot_result write_intent_page(worker *self, int *error)
 {
     kvp_ssd *ssd = self->ssd;
@@ -177,8 +199,11 @@ static kvp_slot_result write_intent_page(worker *self, int *error)
     kvp_intent_seal(&ssd->geometry, sequence, mine->slots, mine->intent_slots,
                     (write_intent *)(void *)self->buffer);
     stop_touching(self);
-    int status = move(true, ssd->fds[ssd->fd_count], self->buffer, KVP_SSD_INTENT_BYTES,
+    const int fd = ssd->fds[ssd->fd_count];
+    int status = move(true, fd, self->buffer, KVP_SSD_INTENT_BYTES,
                       (off_t)(sequence % 2 * KVP_SSD_INTENT_BYTES));
+    if (status == 0)
+        status = sync_file(fd);
     return status == 0 ? KVP_SLOT_DONE : failed(status, error);
 }
 

@@ -5,6 +5,7 @@
 #include <errno.h>
 #include <pthread.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "check.h"
@@ -24,6 +25,8 @@ static mood reading, writing;
 static int sync_error;
 static bool hung;
 static size_t hanging, syncs;
+static ino_t intent_file;
+static bool declared; /* the intent of the write under way is durable */
 
 static mood enter_kernel(mood which)
 {
@@ -54,6 +57,13 @@ static void wait_hanging(size_t count)
     pthread_mutex_unlock(&kernel);
 }
 
+static bool is_intent(int fd)
+{
+    struct stat file;
+    CHECK(fstat(fd, &file) == 0);
+    return file.st_ino == intent_file;
+}
+
 static size_t shorter(mood now, size_t size)
 {
     return now == SHORT && size > 1 ? 1 + size / 2 + size / 3 : size;
@@ -73,6 +83,7 @@ static ssize_t fake_pread(int fd, void *bytes, size_t size, off_t offset)
 
 static ssize_t fake_pwrite(int fd, const void *bytes, size_t size, off_t offset)
 {
+    CHECK(is_intent(fd) || __atomic_load_n(&declared, __ATOMIC_SEQ_CST));
     const mood now = enter_kernel(writing);
     if (now == ENDED)
         return 0;
@@ -85,9 +96,10 @@ static ssize_t fake_pwrite(int fd, const void *bytes, size_t size, off_t offset)
 
 static int fake_fdatasync(int fd)
 {
-    (void)fd;
     enter_kernel(WELL);
     __atomic_fetch_add(&syncs, 1, __ATOMIC_RELAXED);
+    if (is_intent(fd) && sync_error == 0)
+        __atomic_store_n(&declared, true, __ATOMIC_SEQ_CST);
     errno = sync_error;
     return sync_error == 0 ? 0 : -1;
 }
@@ -157,6 +169,9 @@ static store *opened(void)
         mine->segments[i] = temporary(3 * SLOT_BYTES);
     mine->intents = temporary(2 * KVP_SSD_INTENT_BYTES);
     mine->lock = temporary(0);
+    struct stat file;
+    CHECK(fstat(mine->intents, &file) == 0);
+    intent_file = file.st_ino;
     CHECK(kvp_ssd_open(&made, mine->segments, 3, mine->intents, mine->lock, &mine->ssd) == KVP_OK);
     for (uint32_t i = 0; i < SLOTS; i++) {
         mine->slots[i] = i;
@@ -182,6 +197,7 @@ static void closed(store *mine)
 static kvp_status write_all(store *mine, uint64_t timeout_ns)
 {
     const kvp_view view = flat(mine->source[0]);
+    __atomic_store_n(&declared, false, __ATOMIC_SEQ_CST);
     return kvp_ssd_write(mine->ssd, mine->slots, mine->lives, mine->keys[0], mine->parents[0],
                          SLOTS, 0, &view, mine->blocks, NULL, timeout_ns, mine->results,
                          &mine->error);

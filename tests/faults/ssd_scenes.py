@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 
 from kvpool.block import BlockHash
+from kvpool.config import PoolConfig, SsdConfig
 from kvpool.errors import (
     CapacityError,
     ClosedError,
@@ -25,8 +26,10 @@ from kvpool.errors import (
     TransferTimeoutError,
     UnavailableError,
 )
-from kvpool.testing.blocks import SMALL_LAYOUT, Payload, key, payload, view_of
+from kvpool.pool import Pool
+from kvpool.testing.blocks import SMALL_LAYOUT, Payload, key, namespace, payload, view_of
 from kvpool.tiers.ssd import SsdTier
+from kvpool.tiers.ssd_format import slot_bytes
 
 SLOTS, THREADS = 16, 3
 READS, WRITES, SYNCS = range(3)
@@ -278,6 +281,36 @@ def a_close_that_hangs(folder: Path) -> None:
     wait_for(opens)
 
 
+def a_pool_whose_disk_hangs(folder: Path) -> None:
+    """A pool closes with stores under way in a disk that does not answer, and long before it does."""
+    config = PoolConfig(
+        dram_bytes=64 * SMALL_LAYOUT.block_bytes,
+        ssd=SsdConfig(folder=folder, capacity_bytes=64 * slot_bytes(SMALL_LAYOUT)),
+    )
+    pool = Pool.open(SMALL_LAYOUT, config)
+    fault(WRITES, HANGS)
+    space = namespace(SMALL_LAYOUT)
+    durable, plain = (pool.chain(space, range(at, at + 64)) for at in (0, 64))
+    blocks = view_of(SMALL_LAYOUT, payload(SMALL_LAYOUT, len(plain), seed=1))
+    under_way = pool.store(durable, blocks, durability="ssd", deadline_s=PATIENCE_S)
+    assert pool.store(plain, blocks, deadline_s=PATIENCE_S).wait(PATIENCE_S).new == len(plain)
+    wait_for(lambda: _libc.disk_hanging() > 0)
+    began = time.monotonic()
+    pool.close()
+    took_s = time.monotonic() - began
+    assert took_s < PATIENCE_S / 2, took_s
+    raised(ClosedError, lambda: pool.match(plain))
+    try:
+        assert under_way.wait(PATIENCE_S).refused
+    except ClosedError:
+        pass
+    assert _libc.disk_hanging() > 0
+    fault(WRITES, 0)
+    wait_for(lambda: gc.collect() >= 0 and not locked(folder))
+    with Pool.open(SMALL_LAYOUT, config) as again:
+        assert again.match(durable).blocks in range(len(durable) + 1)
+
+
 def an_open_that_hangs(folder: Path) -> None:
     """Opening ends in time, leaves no thread of Python's, and works when the disk does."""
     tier = open_tier(folder)
@@ -333,6 +366,7 @@ SCENES = (
     writes_that_hang,
     an_intent_that_hangs,
     a_close_that_hangs,
+    a_pool_whose_disk_hangs,
     an_open_that_hangs,
     a_folder_that_is_removed,
 )

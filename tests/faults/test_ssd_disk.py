@@ -11,8 +11,10 @@ from pathlib import Path
 
 import pytest
 
+from kvpool import pool
 from kvpool.errors import CapacityError, ConfigError, UnavailableError, UsageError
 from kvpool.testing.blocks import SMALL_LAYOUT, key, payload, view_of
+from kvpool.tiers import stack
 from kvpool.tiers.ssd import SsdTier
 from kvpool.tiers.ssd_format import slot_bytes
 from tests.faults import ssd_scenes
@@ -61,6 +63,12 @@ def limited(kind: int, value: int) -> Generator[None, None, None]:
         yield
     finally:
         resource.setrlimit(kind, before)
+
+
+def test_a_pool_closes_within_its_time_whatever_the_disk_does() -> None:
+    """The parts of the five seconds of ``BlockPool.close``; the scene shows that each one ends."""
+    waits = (pool._CLOSE_TIMEOUT_S, stack._CLOSE_TIMEOUT_S, pool._SSD_TIMEOUT_S)
+    assert sum(waits) < 5.0
 
 
 def open_tier(folder: Path, slots: int = SLOTS) -> SsdTier:
@@ -187,3 +195,22 @@ def test_a_full_disk(small_disk: Path) -> None:
     with open_tier(small_disk / "store2", 64) as tier:
         assert tier.stats().ready == 64
         assert tier.match(key(199)) == 1
+
+
+def test_a_disk_that_turns_read_only(small_disk: Path) -> None:
+    """As ext4 does on an error of its own; what was durable is there when it is mounted again."""
+    with open_tier(small_disk / "store") as tier:
+        put(tier)
+        subprocess.run(["mount", "-o", "remount,abort", str(small_disk)], check=True)
+        source = view_of(SMALL_LAYOUT, payload(SMALL_LAYOUT, 1, seed=2))
+        with pytest.raises(UnavailableError, match="store"):
+            tier.write(key(1), None, source, deadline_s=60)
+        assert (tier.match(key(0)), tier.match(key(1))) == (1, 0)
+    with pytest.raises(UsageError, match="choose a folder"):
+        open_tier(small_disk / "other")
+    subprocess.run(["umount", str(small_disk)], check=True)
+    image = small_disk.with_name("image")
+    subprocess.run(["mount", "-o", "loop", str(image), str(small_disk)], check=True)
+    with open_tier(small_disk / "store") as tier:
+        assert (tier.recovery.source, tier.match(key(0))) == ("headers", 1)
+        assert tier.write(key(1), None, source, deadline_s=60) == 1

@@ -30,6 +30,7 @@ def test_names_are_the_ones_of_the_design() -> None:
         "tiers.dram.store.256KiB",
         *(f"tiers.ssd.{what}.{size}" for what in ("read", "write") for size in ("2MiB", "256KiB")),
         *("tiers.ssd.open.1000000", "tiers.ssd.resident.1000000"),
+        "tiers.stack.load_under_flush",
         *(
             f"transfer.tcp.{what}.{size}"
             for what in ("read", "write")

@@ -17,7 +17,7 @@ from kvpool.memory import Span
 from kvpool.testing.blocks import SMALL_LAYOUT, key, payload, read, write
 from kvpool.testing.slow_store import FaultyStore
 from kvpool.tiers.dram import DramTier
-from kvpool.tiers.flusher import FlushLimits
+from kvpool.tiers.flusher import FlushLimits, rest_s
 from kvpool.tiers.ssd import SsdTier
 from kvpool.tiers.stack import StackTier, stats_of
 
@@ -420,3 +420,11 @@ def test_threads_that_store_promote_and_evict_see_only_right_bytes(stack: StackT
     stats = stack.stats()
     assert (stats.reserved, stats.quarantined, stats.pins) == (0, 0, 0)
     assert stack.slow.stats().pins == 0
+
+
+def test_the_flusher_rests_for_its_budget_and_for_others() -> None:
+    assert rest_s(0.5, 10, 0, loaded=False) == 0
+    assert rest_s(0.5, 10, 10, loaded=False) == 0.5
+    assert rest_s(0.5, 10, 1000, loaded=False) == 0
+    assert rest_s(0.5, 10, 0, loaded=True) >= 2 * 0.5  # it has a third of the time at most
+    assert rest_s(0.5, 10, 1, loaded=True) == 9.5
