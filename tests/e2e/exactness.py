@@ -7,12 +7,16 @@ HTTP. ``check`` holds its answers against ``model.generate`` of Transformers.
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cache
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from tests.serve_process import demo_model_folder
 
 PROMPTS: Final = Path(__file__).with_name("prompts.json")
 
@@ -75,20 +79,34 @@ class Expected:
     logits: torch.Tensor
 
 
+@dataclass(frozen=True)
 class Reference:
-    """Transformers alone."""
+    """Transformers alone: its own attention, its own cache. What it said once is kept."""
 
-    def __init__(self, model: torch.nn.Module, tokenizer: Any) -> None:  # noqa: ANN401
-        self.model, self.tokenizer = model, tokenizer
+    model: Any
+    tokenizer: Any
+    said: dict[tuple[tuple[int, ...], int], Expected] = field(default_factory=dict)
 
     def generate(self, tokens: Sequence[int], max_tokens: int) -> Expected:
         """Generate greedily, keeping the logits of every step."""
-        ids = torch.tensor([list(tokens)])
+        key = (tuple(tokens), max_tokens)
+        if key not in self.said:
+            self.said[key] = self._generate(list(tokens), max_tokens)
+        return self.said[key]
+
+    def text(self, prompt: str | list[int], max_tokens: int) -> str:
+        """Generate greedily: the output without special tokens."""
+        tokens = self.tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
+        return self.generate(tokens, max_tokens).text
+
+    def _generate(self, tokens: list[int], max_tokens: int) -> Expected:
+        ids = torch.tensor([tokens])
         out = self.model.generate(
             ids,
             attention_mask=torch.ones_like(ids),
             do_sample=False,
             max_new_tokens=max_tokens,
+            pad_token_id=self.tokenizer.eos_token_id,
             output_logits=True,
             return_dict_in_generate=True,
         )
@@ -97,6 +115,15 @@ class Reference:
             new.pop()
         text = self.tokenizer.decode(new, skip_special_tokens=True)
         return Expected(text, new, torch.cat(out.logits))
+
+
+@cache
+def alone() -> Reference:
+    """Load the demo model, once for all tests of a run."""
+    torch.set_num_threads(1)  # two threads wait for each other on a machine that is busy
+    folder = demo_model_folder()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="float32")
+    return Reference(model, AutoTokenizer.from_pretrained(folder))
 
 
 def waves(tokenizer: Any, answers: dict[str, Answer]) -> Iterator[list[Prompt]]:  # noqa: ANN401

@@ -31,8 +31,8 @@ from tests.e2e.exactness import (
     PROMPTS,
     Answer,
     Prompt,
-    Reference,
     Verdict,
+    alone,
     ask_all,
     check,
 )
@@ -191,13 +191,6 @@ def folder() -> Path:
 
 
 @pytest.fixture(scope="module")
-def reference(folder: Path) -> Reference:
-    # Its own copy of the model, with Transformers' own attention.
-    loaded = load_model(folder)
-    return Reference(loaded.model, loaded.tokenizer)
-
-
-@pytest.fixture(scope="module")
 def asked(folder: Path) -> Iterator[tuple[list[Prompt], dict[str, Answer]]]:
     asker = InProcess(load_model(folder))
     yield ask_all(asker, asker.tokenizer)
@@ -205,8 +198,8 @@ def asked(folder: Path) -> Iterator[tuple[list[Prompt], dict[str, Answer]]]:
 
 
 @pytest.fixture(scope="module")
-def verdict(reference: Reference, asked: tuple[list[Prompt], dict[str, Answer]]) -> Verdict:
-    return check(reference, *asked)
+def verdict(asked: tuple[list[Prompt], dict[str, Answer]]) -> Verdict:
+    return check(alone(), *asked)
 
 
 def test_the_prompts_are_what_they_are_said_to_be(
@@ -268,14 +261,14 @@ def test_logits_agree_at_every_step(verdict: Verdict) -> None:
     assert verdict.steps > 200  # and not by chance of a few
 
 
-def test_a_wrong_byte_is_seen(folder: Path, reference: Reference) -> None:
+def test_a_wrong_byte_is_seen(folder: Path) -> None:
     """A planted fault: the comparison can fail."""
     asker = InProcess(load_model(folder))
-    prompt = Prompt("x", (), None, "", reference.tokenizer("Rivers begin as small")["input_ids"])
+    prompt = Prompt("x", (), None, "", alone().tokenizer("Rivers begin as small")["input_ids"])
     one = asker.hand_over(asker.compute(prompt), 4)
     asker.decode.tier.arena[3, 1, 0, one.slots[0].index, 2] += 1.0
     while not one.ended:
         asker.step([one], 4)
-    verdict = check(reference, [prompt], {"x": asker.finish(one)})
+    verdict = check(alone(), [prompt], {"x": asker.finish(one)})
     assert verdict.error > LOGITS_ATOL
     asker.close()

@@ -6,7 +6,6 @@ The model is a real one, and what it says is held against the model alone in thi
 import itertools
 import math
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import openai
@@ -14,7 +13,8 @@ import pytest
 import torch
 from openai.types.chat import ChatCompletion, ChatCompletionChunk, ChatCompletionMessageParam
 
-from tests.serve_process import ServeProcess, demo_model_folder
+from tests.e2e.exactness import alone
+from tests.serve_process import ServeProcess
 
 pytestmark = pytest.mark.model
 
@@ -44,23 +44,10 @@ def client(served: ServeProcess) -> Iterator[openai.OpenAI]:
         yield opened
 
 
-@cache
-def reference() -> tuple[Any, Any]:
-    """Transformers alone: tokenizer and model."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    torch.set_num_threads(1)
-    folder = demo_model_folder()
-    return (
-        AutoTokenizer.from_pretrained(folder),
-        AutoModelForCausalLM.from_pretrained(folder, dtype="float32"),
-    )
-
-
 def own_logprobs(prompt: list[int], output: list[int]) -> torch.Tensor:
     """The model's own: [output tokens, vocabulary]."""
     with torch.inference_mode():
-        logits = reference()[1](input_ids=torch.tensor([prompt + output])).logits[0]
+        logits = alone().model(input_ids=torch.tensor([prompt + output])).logits[0]
     rows: torch.Tensor = logits[len(prompt) - 1 : -1].log_softmax(dim=-1)
     return rows
 
@@ -121,7 +108,7 @@ def test_the_streaming_helper_of_the_client(served: ServeProcess, client: openai
 
 
 def test_completions(served: ServeProcess, client: openai.OpenAI) -> None:
-    tokenizer, _ = reference()
+    tokenizer = alone().tokenizer
     one = client.completions.create(model=served.name, prompt=FOX, max_tokens=8, temperature=0)
     tokens = client.completions.create(
         model=served.name, prompt=tokenizer(FOX)["input_ids"], max_tokens=8, temperature=0
@@ -170,7 +157,7 @@ def test_logprobs_are_the_models_own(served: ServeProcess, client: openai.OpenAI
 
 
 def test_logprobs_of_completions(served: ServeProcess, client: openai.OpenAI) -> None:
-    tokenizer, _ = reference()
+    tokenizer = alone().tokenizer
     answer = client.completions.create(
         model=served.name,
         prompt=FOX,
@@ -252,7 +239,7 @@ def test_stop_strings(served: ServeProcess, client: openai.OpenAI) -> None:
 
 
 def test_penalties_and_bias(served: ServeProcess, client: openai.OpenAI) -> None:
-    tokenizer, _ = reference()
+    tokenizer = alone().tokenizer
     [token] = tokenizer(" cat", add_special_tokens=False)["input_ids"]
 
     def count(penalty: float) -> int:

@@ -7,14 +7,13 @@ import asyncio
 import concurrent.futures
 import json
 from collections.abc import Iterator
-from functools import cache
 from typing import Any
 
 import openai
 import pytest
 
-from tests.e2e.exactness import PROMPTS, Answer, Expected, Prompt, Reference, ask_all, max_tokens
-from tests.e2e.test_serve_http import SIZE, OverHttp, reference
+from tests.e2e.exactness import PROMPTS, Answer, Prompt, alone, ask_all, max_tokens
+from tests.e2e.test_serve_http import SIZE, OverHttp
 from tests.serve_process import ServeProcess
 
 pytestmark = pytest.mark.model
@@ -37,16 +36,9 @@ def served(request: pytest.FixtureRequest) -> Iterator[ServeProcess]:
 @pytest.fixture(scope="module")
 def asked(served: ServeProcess) -> tuple[list[Prompt], dict[str, Answer]]:
     before = served.wait_idle()
-    result = ask_all(OverHttp(served), reference()[0])
+    result = ask_all(OverHttp(served), alone().tokenizer)
     assert served.wait_idle() == before
     return result
-
-
-@cache
-def expected(tokens: tuple[int, ...], count: int) -> Expected:
-    """What the model alone says."""
-    tokenizer, model = reference()
-    return Reference(model, tokenizer).generate(tokens, count)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -54,7 +46,7 @@ def test_exact(asked: tuple[list[Prompt], dict[str, Answer]], name: str) -> None
     """Every committed prompt is answered as the model alone would."""
     prompts, answers = asked
     [prompt] = [prompt for prompt in prompts if prompt.name == name]
-    assert answers[name].text == expected(tuple(prompt.tokens), max_tokens()).text
+    assert answers[name].text == alone().generate(prompt.tokens, max_tokens()).text
 
 
 def test_prompts_that_begin_alike_are_loaded(
@@ -87,11 +79,10 @@ def messages(prompt: str) -> list[dict[str, str]]:
 
 
 def said(prompt: str, *, chat: bool = False) -> str:
-    tokenizer, _ = reference()
-    if chat:
-        tokens = tokenizer.apply_chat_template(messages(prompt), add_generation_prompt=True)
-        return expected(tuple(tokens["input_ids"]), NEW).text
-    return expected(tuple(tokenizer(prompt)["input_ids"]), NEW).text
+    if not chat:
+        return alone().text(prompt, NEW)
+    tokens = alone().tokenizer.apply_chat_template(messages(prompt), add_generation_prompt=True)
+    return alone().text(tokens["input_ids"], NEW)
 
 
 def test_the_openai_client_eight_at_once(served: ServeProcess) -> None:

@@ -4,13 +4,12 @@ import concurrent.futures
 import http.client
 import json
 from collections.abc import Iterator, Sequence
-from functools import cache
 from typing import Any
 
 import pytest
 
-from tests.e2e.exactness import Answer, Prompt
-from tests.serve_process import ServeProcess, chunks, demo_model_folder
+from tests.e2e.exactness import Answer, Prompt, alone
+from tests.serve_process import ServeProcess, chunks
 
 pytestmark = pytest.mark.model
 
@@ -24,44 +23,6 @@ def served() -> Iterator[ServeProcess]:
     # 100 does not divide the prompts, nor is it a multiple of a block.
     with ServeProcess("--chunk-tokens", "100", "--block-tokens", str(SIZE)) as server:
         yield server
-
-
-@cache
-def reference() -> tuple[Any, Any]:
-    """Transformers alone: tokenizer and model."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    torch.set_num_threads(1)  # two threads wait for each other on a machine that is busy
-    folder = demo_model_folder()
-    return (
-        AutoTokenizer.from_pretrained(folder),
-        AutoModelForCausalLM.from_pretrained(folder, dtype="float32"),
-    )
-
-
-def expected_tokens(tokens: list[int], count: int) -> list[int]:
-    """What the model alone generates, greedily, without the end token."""
-    import torch
-
-    tokenizer, model = reference()
-    ids = torch.tensor([tokens])
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        do_sample=False,
-        max_new_tokens=count,
-        pad_token_id=tokenizer.eos_token_id,
-    )
-    new: list[int] = out[0, len(tokens) :].tolist()
-    return new[: new.index(tokenizer.eos_token_id)] if tokenizer.eos_token_id in new else new
-
-
-def expected_text(prompt: str | list[int], count: int = NEW) -> str:
-    tokenizer, _ = reference()
-    tokens = tokenizer(prompt)["input_ids"] if isinstance(prompt, str) else prompt
-    text: str = tokenizer.decode(expected_tokens(tokens, count), skip_special_tokens=True)
-    return text
 
 
 def cached(answer: dict[str, Any]) -> int:
@@ -147,7 +108,7 @@ def test_streamed_is_the_same_text(served: ServeProcess) -> None:
     whole = served.complete(prompt, max_tokens=NEW)["choices"][0]["text"]
     with served.stream(prompt, max_tokens=NEW) as events:
         parts = [event["choices"][0]["text"] for event in events]
-    assert "".join(parts) == whole == expected_text(prompt)
+    assert "".join(parts) == whole == alone().text(prompt, NEW)
     assert len(parts) > NEW // 2, "it did not arrive token by token"
 
 
@@ -163,7 +124,7 @@ def test_the_same_request_again_is_cached(served: ServeProcess) -> None:
 
 
 def test_a_conversation_reuses_what_decode_made(served: ServeProcess) -> None:
-    tokenizer, _ = reference()
+    tokenizer = alone().tokenizer
     messages = [{"role": "user", "content": "Tell me a long story about a lighthouse keeper."}]
     first = served.chat(messages, max_tokens=64)
     served.wait_idle()
@@ -181,7 +142,7 @@ def test_a_conversation_reuses_what_decode_made(served: ServeProcess) -> None:
     assert computed // SIZE > len(told) // SIZE, "decode made no full block: ask for more tokens"
     assert cached(second) == computed // SIZE * SIZE
     again = tokenizer.apply_chat_template(longer, add_generation_prompt=True)["input_ids"]
-    assert second["choices"][0]["message"]["content"] == expected_text(again)
+    assert second["choices"][0]["message"]["content"] == alone().text(again, NEW)
 
 
 def test_eight_at_once_share_one_forward(served: ServeProcess) -> None:
@@ -274,7 +235,7 @@ def test_several_prompts_in_one_request(served: ServeProcess) -> None:
     prompts = ["Cats are", "Dogs are", "Birds are"]
     answer = served.complete(prompts, max_tokens=8)  # type: ignore[arg-type]  # a list of texts
     assert [choice["text"] for choice in answer["choices"]] == [
-        expected_text(prompt, 8) for prompt in prompts
+        alone().text(prompt, 8) for prompt in prompts
     ]
 
 
