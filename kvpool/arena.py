@@ -6,7 +6,8 @@ the DRAM tier, and the outbox that a stream stages layer slices in. It lies on f
 wings need it (docs/decisions/0001).
 """
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, overload
 
@@ -18,6 +19,7 @@ from kvpool.block import BlockHash, BlockLayout, Incarnation, SlotIndex
 from kvpool.errors import (
     CapacityError,
     ClosedError,
+    ConfigError,
     CorruptionError,
     InternalError,
     StaleIncarnationError,
@@ -127,13 +129,25 @@ class Arena:
         layout: What one slot holds, in canonical order.
         slot_count: How many slots; memory is taken and touched at once.
         incarnation: This run of this process.
+        numa_node: Where the memory lies; None means where this thread runs.
+        locked: Whether it is kept out of swap.
 
     Raises:
         UsageError: No slots are asked for.
-        CapacityError: The machine does not have that much memory. None was touched.
+        ConfigError: There is no such NUMA node, or none may be chosen here.
+        CapacityError: The machine does not have that much memory, or does not let it be locked.
+            None is kept.
     """
 
-    def __init__(self, layout: BlockLayout, slot_count: int, incarnation: Incarnation) -> None:
+    def __init__(
+        self,
+        layout: BlockLayout,
+        slot_count: int,
+        incarnation: Incarnation,
+        *,
+        numa_node: int | None = None,
+        locked: bool = False,
+    ) -> None:
         if slot_count <= 0:
             raise UsageError(f"an arena of {slot_count} slots: it needs at least one")
         self.layout = layout
@@ -148,9 +162,10 @@ class Arena:
                 size_bytes=size,
             )
         out = ffi.new("kvp_arena **")
-        status = lib.kvp_arena_open(
-            slot_count, layout.block_bytes, layout.crc_count, incarnation, out
-        )
+        with _on_node(numa_node):
+            status = lib.kvp_arena_open(
+                slot_count, layout.block_bytes, layout.crc_count, incarnation, out
+            )
         if status != lib.KVP_OK:
             raise CapacityError(
                 f"no shared memory for {slot_count} slots of {layout.block_bytes} bytes "
@@ -159,6 +174,14 @@ class Arena:
             )
         # Unmapped when its last holder is gone: this object until close(), a view, a call.
         self._arena: CData | None = ffi.gc(out[0], lib.kvp_arena_close)
+        if locked and lib.kvp_arena_lock(self._arena) != lib.KVP_OK:
+            reason = ffi.errno
+            self.close()
+            raise CapacityError(
+                f"{size} bytes may not be locked in memory (errno {reason}): raise the limit "
+                "(ulimit -l, LimitMEMLOCK=), or leave pool.locked out",
+                size_bytes=size,
+            )
 
     @property
     def fd(self) -> int:
@@ -254,6 +277,39 @@ class Arena:
         self._check(status, run, done[0], "ready")
         return out
 
+    def keep(self, ledger: "CData") -> None:
+        """Have a tier's ledger keep the lives of the slots from now on.
+
+        Nothing can be reserved from the arena itself then; grants are the ledger's, and what can be
+        read is what ``publish`` shows. Raises UsageError if slots were taken already.
+        """
+        status = lib.kvp_arena_keep(self._open(), ledger)
+        if status != lib.KVP_OK:
+            raise UsageError(f"the arena's {self.slot_count} slots are not the ledger's to keep")
+
+    def publish(self, slots: Slots, crcs: Crcs, names: bytes) -> None:
+        """Show peers slots that a ledger keeps, with 32 bytes each.
+
+        Before anybody writes there again: ``hide``. Raises UsageError without a ledger.
+        """
+        arena = self._open()
+        flat = np.ascontiguousarray(crcs, dtype=np.uint32).reshape(-1)
+        expected = len(slots) * self.layout.crc_count
+        if flat.size != expected or len(names) != len(slots) * len(NO_HASH):
+            raise UsageError(f"{flat.size} checksums and {len(names)} bytes of names")
+        buffer = ffi.from_buffer("uint32_t[]", flat)
+        status = lib.kvp_arena_publish(arena, *_arrays(slots), names, buffer)
+        self._check(status, slots, 0, "kept by its owner's ledger")
+
+    def hide(self, numbers: SlotNumbers) -> None:
+        """End what ``publish`` began: whoever looks again learns that those lives are over."""
+        if (arena := self._arena) is None:
+            return
+        run = np.ascontiguousarray(numbers, dtype=np.uint32)
+        status = lib.kvp_arena_hide(arena, ffi.from_buffer("uint32_t[]", run), len(run))
+        if status != lib.KVP_OK:
+            raise UsageError(f"slots {run.tolist()} are not kept by their owner's ledger")
+
     def view(self, slots: Sequence[Slot], *, writable: bool = True) -> BlockView:
         """Describe slots for a copy. The caller holds them reserved or pinned meanwhile."""
         arena = self._open()
@@ -299,6 +355,26 @@ def _arrays(slots: Slots) -> "tuple[CData, CData, int]":
         ffi.from_buffer("uint64_t[]", np.ascontiguousarray(slots.generations)),
         len(slots),
     )
+
+
+@contextmanager
+def _on_node(node: int | None) -> Generator[None, None, None]:
+    """Have this thread's new memory lie on a NUMA node meanwhile."""
+    if node is None:
+        yield
+        return
+    status = lib.kvp_memory_node(node)
+    if status != lib.KVP_OK:
+        why = "there is no such node" if status == lib.KVP_INVALID else f"errno {ffi.errno}"
+        raise ConfigError(
+            f"pool.numa_node is {node}, and memory cannot be put there ({why}): leave it out, or "
+            "see numactl --hardware",
+            key="pool.numa_node",
+        )
+    try:
+        yield
+    finally:
+        lib.kvp_memory_node(-1)
 
 
 class Window:

@@ -30,14 +30,23 @@ class Chain:
     Attributes:
         namespace: What the chain is rooted in.
         hashes: Concatenated hashes of the full blocks.
+        tokens: Of the full blocks, uint32 [blocks * block_tokens], if the chain was made of tokens.
+            An embedded pool compares them with those a block was stored with: a block of other
+            tokens that has the same hash is a miss.
     """
 
     namespace: Namespace
     hashes: bytes
+    tokens: NDArray[np.uint32] | None = field(default=None, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.hashes) % HASH_BYTES:
             raise UsageError(f"{len(self.hashes)} bytes are not whole hashes of {HASH_BYTES}")
+        if self.tokens is not None and self.tokens.size != len(self) * self.namespace.block_tokens:
+            raise UsageError(
+                f"{self.tokens.size} tokens for {len(self)} blocks of "
+                f"{self.namespace.block_tokens}: leave out those of a partial block"
+            )
 
     def __len__(self) -> int:
         return len(self.hashes) // HASH_BYTES
@@ -46,6 +55,12 @@ class Chain:
         if not 0 <= index < len(self):
             raise IndexError(index)
         return BlockHash(self.hashes[index * HASH_BYTES : (index + 1) * HASH_BYTES])
+
+    def block_tokens(self, first: int, count: int) -> NDArray[np.uint32] | None:
+        """Return the tokens of blocks from ``first`` on, uint32 [count, block_tokens], if known."""
+        if self.tokens is None:
+            return None
+        return self.tokens.reshape(len(self), -1)[first : first + count]
 
     def parent(self, index: int) -> BlockHash | None:
         """Return the hash of the block before ``index``, None for the first."""

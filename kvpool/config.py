@@ -111,12 +111,16 @@ class PoolConfig:
 
     Attributes:
         dram_bytes: Size of the DRAM tier's arena, taken and touched when the layout is known.
+        numa_node: Where that memory lies; None means where the thread that opens the pool runs.
+        locked: Whether it is kept out of swap; needs the right to lock so much.
         ssd: The SSD tier below it; None means none.
         lease_seconds_max: Longest lease that is granted.
         lease_bytes_max: Bytes that one client may hold leased at once.
     """
 
     dram_bytes: int = 1 << 30
+    numa_node: int | None = None
+    locked: bool = False
     ssd: SsdConfig | None = None
     lease_seconds_max: float = 300.0
     lease_bytes_max: int = 8 << 30
@@ -141,9 +145,12 @@ class TransferConfig:
         trusted_network: Whether everybody who reaches ``ucx_host`` may write to this process's
             memory: UCX over TCP asks nobody who they are.
         advertise: Address that peers are told in place of ``ucx_host``; ``""``: the same.
+        ucx_library: Path of the libucp to load; ``""``: chosen, and ``kvpool doctor`` says why.
         read_timeout_s: Longest that one replica may keep a load waiting for its first answer before
             the next one is asked.
         replicas: Copies of each block that a store makes, on nodes of their own.
+        ways: Which of a server's transports a client tries, of ``host`` and ``ucx``; with none, or
+            where none works, blocks go through gRPC streams.
     """
 
     staging_bytes: int = 64 << 20
@@ -156,8 +163,10 @@ class TransferConfig:
     ucx_host: str = "127.0.0.1"
     trusted_network: bool = False
     advertise: str = ""
+    ucx_library: str = ""
     read_timeout_s: float = 0.25
     replicas: int = 1
+    ways: tuple[str, ...] = ("host", "ucx")
 
     def __post_init__(self) -> None:
         _require_positive(self, "transfer", "staging_bytes", "match_timeout_s", "request_timeout_s")
@@ -178,7 +187,6 @@ class ServerConfig:
     Attributes:
         run_dir: Folder of the sockets, mode 0700, on a local file system.
         pool: What it keeps.
-        metrics_port: Loopback port of Prometheus metrics; 0 means none.
         stop_timeout_s: Longest time from SIGTERM to the end of the process.
         lease_check_s: How often leases that ran out are looked for, and gauges are set.
         clients_max: Connected clients; one more is refused.
@@ -193,7 +201,6 @@ class ServerConfig:
 
     run_dir: Path
     pool: PoolConfig = field(default_factory=PoolConfig)
-    metrics_port: int = 0
     stop_timeout_s: float = 3.0
     lease_check_s: float = 1.0
     clients_max: int = 256
@@ -214,7 +221,6 @@ class ServerConfig:
             f"its path is {size} bytes long, a socket's path has room for {RUN_DIR_BYTES_MAX}: "
             "choose a shorter one",
         )
-        _require_port(self.metrics_port, "server.metrics_port")
         _require_positive(
             self, "server", "stop_timeout_s", "lease_check_s", "clients_max", "stores_max"
         )

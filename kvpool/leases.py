@@ -17,7 +17,7 @@ from kvpool.clock import Clock
 from kvpool.config import PoolConfig
 from kvpool.errors import CorruptionError, KVPoolError, UsageError
 from kvpool.memory import BlockView, Span, copy_blocks
-from kvpool.tiers.base import Tier
+from kvpool.tiers.base import BlockTokens, Tier
 from kvpool.tiers.lease import LeaseId, LeaseTable
 
 
@@ -61,8 +61,13 @@ class PoolLeases:
             client_bytes_max=config.lease_bytes_max, seconds_max=config.lease_seconds_max
         )
 
-    def grant(self, client: bytes, hashes: bytes, seconds: float) -> tuple[LeaseId, Slots]:
+    def grant(
+        self, client: bytes, hashes: bytes, seconds: float, tokens: BlockTokens | None = None
+    ) -> tuple[LeaseId, Slots]:
         """Pin the leading blocks (32 bytes a hash) that are here for a client.
+
+        With ``tokens``, uint32 [hashes, block_tokens], those from one on that was stored with other
+        tokens are missing.
 
         Returns:
             The lease, and the slots of the leading blocks: perhaps none.
@@ -74,6 +79,14 @@ class PoolLeases:
         """
         self.expire()
         slots = Slots.of(self._tier.pin(hashes))
+        if tokens is not None:
+            try:
+                same = self._tier.same_tokens(slots, tokens[: len(slots)])
+            except KVPoolError:
+                self._tier.unpin(slots)
+                raise
+            self._tier.unpin(slots[same:])
+            slots = slots[:same]
         held = LeasedBlocks(hashes[: len(slots) * HASH_BYTES], slots)
         size_bytes = len(slots) * self._tier.layout.block_bytes
         try:
@@ -178,6 +191,11 @@ class PoolLeases:
                 except CorruptionError:
                     self.drop_bad(held, index)
             return len(held.bad) - before
+
+    def bytes_of(self, client: bytes) -> int:
+        """Return the leased bytes of one client."""
+        with self._lock:
+            return self._table.bytes_of(client)
 
     def drop_bad(self, held: LeasedBlocks, index: int) -> None:
         """Drop a block that proved corrupt, once: its name may be another copy's by now."""

@@ -15,7 +15,6 @@ from kvpool.arena import Arena
 from kvpool.base import BlockPool, Chain, Durability, Lease, Match, PoolStats, StoreResult, Tokens
 from kvpool.block import (
     HASH_BYTES,
-    BlockHash,
     BlockLayout,
     Incarnation,
     Namespace,
@@ -34,8 +33,7 @@ from kvpool.errors import (
     UsageError,
 )
 from kvpool.events import EventSink
-from kvpool.index.hashing import hash_chain
-from kvpool.index.prefix import PrefixIndex
+from kvpool.index.hashing import as_tokens, hash_chain
 from kvpool.leases import LeasedBlocks, PoolLeases
 from kvpool.memory import BlockView, Crcs, Crew, copy_blocks
 from kvpool.operations import Look, Operations
@@ -127,8 +125,8 @@ class Pool(BlockPool):
         With ``config.ssd`` there is an SSD tier below it, and what it holds is found at once.
 
         Raises:
-            ConfigError: ``dram_bytes`` or the SSD's capacity does not hold one block, or the SSD
-                tier's folder was made with another size or layout.
+            ConfigError: ``dram_bytes`` or the SSD's capacity does not hold one block, the SSD
+                tier's folder was made with another size or layout, or there is no such NUMA node.
             CapacityError: The machine does not give that much shared memory, or room on the disk.
             UnavailableError: Another process has the SSD tier's folder, or the disk failed.
             FormatVersionError, CorruptionError: The folder cannot be read by this version, or at all.
@@ -142,8 +140,14 @@ class Pool(BlockPool):
                 key="pool.dram_bytes",
                 size_bytes=slot_bytes,
             )
-        arena = Arena(layout, slot_count, incarnation or new_incarnation())
-        dram = DramTier(arena, PrefixIndex(slot_count), clock=clock, events=events)
+        arena = Arena(
+            layout,
+            slot_count,
+            incarnation or new_incarnation(),
+            numa_node=config.numa_node,
+            locked=config.locked,
+        )
+        dram = DramTier(arena, clock=clock, events=events)
         tier: Tier = dram
         if config.ssd is not None:
             try:
@@ -176,7 +180,8 @@ class Pool(BlockPool):
         self._require_usable()
         wanted = match.chain.hashes[: match.blocks * HASH_BYTES]
         self.promote(wanted, recompute_s)
-        lease_id, slots = self.leases.grant(_LOCAL, wanted, seconds)
+        tokens = match.chain.block_tokens(0, match.blocks)
+        lease_id, slots = self.leases.grant(_LOCAL, wanted, seconds, tokens)
         self.leases.count_missing(len(match.chain) - match.blocks)
         return PoolLease(self, lease_id, Match(match.chain, len(slots)), seconds)
 
@@ -228,6 +233,7 @@ class Pool(BlockPool):
         require_within(first, len(source), len(chain), "a chain")
         hashes = chain.hashes[first * HASH_BYTES : (first + len(source)) * HASH_BYTES]
         parent = chain.parent(first) if len(source) else None
+        tokens = chain.block_tokens(first, len(source))
         end: CompletionSource[StoreResult] = CompletionSource()
         room = ExitStack()
         if durability == "ssd":
@@ -242,7 +248,8 @@ class Pool(BlockPool):
         def work() -> StoreResult:
             with room:
                 look()
-                reservation = self._reserve(hashes, parent)
+                self.leases.expire()
+                reservation = Reservation(self.tier, hashes, parent, tokens)
                 try:
                     begin, view = reservation.begin, reservation.view
                     crcs = self._copy_in(view, source.take(begin, begin + len(view)), look)
@@ -271,7 +278,11 @@ class Pool(BlockPool):
             misses=leases.misses,
             evictions=tier.evictions,
             corruptions=tier.corruptions,
-            extra={"pins": tier.pins, "lease_bytes": leases.size_bytes},
+            extra={
+                "pins": tier.pins,
+                "lease_bytes": leases.size_bytes,
+                "mismatches": tier.mismatches,
+            },
         )
 
     def close(self) -> None:
@@ -303,10 +314,6 @@ class Pool(BlockPool):
         if stored < result.stored and not refused:
             refused = "a block, or one above it, is in no tier any more: store the whole chain"
         return StoreResult(stored, min(result.new, stored), refused)
-
-    def _reserve(self, hashes: bytes, parent: BlockHash | None) -> Reservation:
-        self.leases.expire()
-        return Reservation(self.tier, hashes, parent)
 
     def _copy_out(
         self,
@@ -407,7 +414,11 @@ def hash_tokens(layout: BlockLayout, namespace: Namespace, tokens: Tokens) -> Ch
             f"the namespace has blocks of {namespace.block_tokens} tokens, the pool of "
             f"{layout.block_tokens}"
         )
-    return Chain(namespace, hash_chain(namespace.digest, tokens, layout.block_tokens))
+    array = as_tokens(tokens)
+    whole = array[: array.size // layout.block_tokens * layout.block_tokens]
+    if isinstance(tokens, np.ndarray):
+        whole = whole.copy()  # the caller's, who may write to it
+    return Chain(namespace, hash_chain(namespace.digest, whole, layout.block_tokens), whole)
 
 
 def require_within(first: int, count: int, blocks: int, whole: str) -> None:

@@ -15,7 +15,7 @@ from kvpool.base import StoreResult
 from kvpool.block import HASH_BYTES, BlockHash
 from kvpool.errors import TransferTimeoutError, UsageError
 from kvpool.memory import Crcs
-from kvpool.tiers.base import Tier
+from kvpool.tiers.base import BlockTokens, Tier
 
 
 class Reservation:
@@ -30,6 +30,8 @@ class Reservation:
         tier: Where the blocks go.
         hashes: Of the blocks, in chain order, 32 bytes each.
         parent: Hash of the block before the first one, or None.
+        tokens: Of the blocks, uint32 [blocks, block_tokens], if they are known. Kept beside those
+            that are new, and compared with those that are there.
 
     Attributes:
         begin: Leading blocks of the run that the tier holds already; held until the end.
@@ -40,7 +42,13 @@ class Reservation:
         ClosedError: The tier is closed. Nothing is held.
     """
 
-    def __init__(self, tier: Tier, hashes: bytes, parent: BlockHash | None) -> None:
+    def __init__(
+        self,
+        tier: Tier,
+        hashes: bytes,
+        parent: BlockHash | None,
+        tokens: BlockTokens | None = None,
+    ) -> None:
         count, rest = divmod(len(hashes), HASH_BYTES)
         if rest:
             raise UsageError(f"{len(hashes)} bytes are not whole hashes of {HASH_BYTES}")
@@ -57,7 +65,14 @@ class Reservation:
         if self.begin:
             self._parent = BlockHash(hashes[(self.begin - 1) * HASH_BYTES :][:HASH_BYTES])
         try:
+            if tokens is not None:
+                same = tier.same_tokens(self._held, tokens[: self.begin])
+                if same < self.begin:  # two prompts, one name: nothing behind it can be stored
+                    self.begin = count = same
+                    self._refused = f"block {same} is there under this name with other tokens"
             self._slots = tier.reserve_run(count - self.begin)
+            if tokens is not None:
+                tier.note_tokens(self._slots, tokens[self.begin :][: len(self._slots)])
             self.view = tier.view(self._slots, writable=True)
         except BaseException:
             self.settle()

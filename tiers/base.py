@@ -12,15 +12,24 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kvpool.arena import Slot
 from kvpool.block import HASH_BYTES, BlockHash, BlockLayout
 from kvpool.errors import CapacityError
 from kvpool.memory import BlockView, Crcs
 
+# The tokens of blocks, uint32 [blocks, block_tokens].
+BlockTokens = NDArray[np.uint32]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TierStats:
-    """Counts of one tier. ``free + reserved + ready + quarantined == slots`` always."""
+    """Counts of one tier. ``free + reserved + ready + quarantined == slots`` always.
+
+    ``mismatches`` are blocks that were found by their key and held other tokens.
+    """
 
     slots: int
     free: int
@@ -32,6 +41,7 @@ class TierStats:
     misses: int
     evictions: int
     corruptions: int
+    mismatches: int = 0
 
 
 class Tier(ABC):
@@ -78,6 +88,24 @@ class Tier(ABC):
 
         The view keeps the memory mapped, not the slots: the caller keeps them reserved or pinned.
         """
+
+    def note_tokens(self, slots: Sequence[Slot], tokens: BlockTokens) -> None:  # noqa: B027
+        """Keep the tokens of the blocks that reserved slots are being written with beside them.
+
+        A tier may keep none, and then compares none. Raises UsageError, ClosedError.
+        """
+
+    def same_tokens(self, slots: Sequence[Slot], tokens: BlockTokens) -> int:
+        """Count the leading pinned slots that hold blocks of just these tokens.
+
+        One whose tokens are not known (it was stored by its hash alone) counts as the same. What
+        follows the count is a miss: a block of other tokens has that key, and is never data.
+
+        Raises:
+            UsageError: A slot is not pinned, or ``tokens`` is not [slots, block_tokens].
+            ClosedError: The tier is closed.
+        """
+        return len(slots)
 
     @abstractmethod
     def commit(self, slot: Slot, key: BlockHash, parent: BlockHash | None, crcs: Crcs) -> bool:

@@ -1,7 +1,7 @@
 """The ledger: which block lies in which slot of a tier that keeps no object a block.
 
 Owns the Python face of ``native/src/ledger.c``: keys, parents, lives, pins, grants and exact LRU in
-arrays of some 120 bytes a slot. Never touches a slot's bytes. Who calls it: the SSD tier.
+arrays of some 120 bytes a slot. Never touches a slot's bytes. Who calls it: every tier.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from kvpool._native import ffi, lib
 from kvpool.arena import Generations, Slot, SlotNumbers, Slots
-from kvpool.block import HASH_BYTES, BlockHash
+from kvpool.block import HASH_BYTES, BlockHash, SlotIndex
 from kvpool.errors import CapacityError, InternalError, UsageError
 
 if TYPE_CHECKING:
@@ -85,6 +85,10 @@ class Ledger:
         self.slot_count = slot_count
         self._ledger = ffi.gc(out[0], lib.kvp_ledger_close)
 
+    def native(self) -> "CData":
+        """Return the ``kvp_ledger``, for an arena whose slots it keeps."""
+        return self._ledger
+
     def reserve(self, count: int, *, granted: bool = False) -> Slots:
         """Take up to ``count`` free slots, with one grant each if ``granted``."""
         slots = _room(count)
@@ -93,7 +97,30 @@ class Ledger:
 
     def evict(self, count: int) -> int:
         """Evict up to ``count`` blocks, least recently used first; how many went."""
-        return lib.kvp_ledger_evict(self._ledger, count)
+        return lib.kvp_ledger_evict(self._ledger, count, ffi.NULL)
+
+    def evict_slots(self, count: int) -> SlotNumbers:
+        """Evict as ``evict`` does; the slots that the blocks lay in."""
+        slots = np.empty(count, dtype=np.uint32)
+        gone = lib.kvp_ledger_evict(self._ledger, count, _numbers(slots))
+        return slots[:gone]
+
+    def vacate(self, first: int, count: int) -> tuple[Slots, int] | None:
+        """Evict what is in a run of slots, and what descends from it, and reserve those slots.
+
+        Returns:
+            The slots from number ``first`` on, and how many blocks went. None, and nothing
+            happened, if a slot is in use or a block, or one that descends from it, is pinned.
+        """
+        generations: Generations = np.empty(count, dtype=np.uint64)
+        gone = ffi.new("size_t *")
+        buffer = ffi.from_buffer("uint64_t[]", generations, require_writable=True)
+        status = lib.kvp_ledger_vacate(self._ledger, first, count, buffer, gone)
+        if status == lib.KVP_BUSY:
+            return None
+        if status != lib.KVP_OK:
+            raise UsageError(f"slots {first} to {first + count} of {self.slot_count}")
+        return Slots(np.arange(first, first + count, dtype=np.uint32), generations), int(gone[0])
 
     def commit(self, slots: Slots, keys: bytes, parents: bytes) -> NDArray[np.bool_]:
         """Make reserved slots ready, all or none; for each whether its key is new.
@@ -137,17 +164,24 @@ class Ledger:
         lib.kvp_ledger_touch(self._ledger, keys, len(here), _flags(here))
         return here
 
-    def pin(self, keys: bytes) -> Slots:
-        """Pin the leading blocks that are here and count them as used."""
+    def pin(self, keys: bytes, *, use: bool = True) -> Slots:
+        """Pin the leading blocks that are here, and count them as used if ``use``."""
         slots = _room(count_of(keys))
-        count = lib.kvp_ledger_pin(self._ledger, keys, len(slots), *_filled(slots))
+        count = lib.kvp_ledger_pin(self._ledger, keys, len(slots), use, *_filled(slots))
         return slots[:count]
 
     def drop(self, key: BlockHash) -> bool:
         """Forget a block, whose slot goes at its last unpin. False if it is not here."""
+        return self.drop_slot(key) is not None
+
+    def drop_slot(self, key: BlockHash) -> SlotIndex | None:
+        """Forget a block as ``drop`` does; the slot that it lies in, or None."""
         if count_of(key) != 1:
             raise UsageError(f"a key of {len(key)} bytes: it has {HASH_BYTES}")
-        return lib.kvp_ledger_drop(self._ledger, key) == lib.KVP_OK
+        slot = np.empty(1, dtype=np.uint32)
+        if lib.kvp_ledger_drop(self._ledger, key, _numbers(slot)) != lib.KVP_OK:
+            return None
+        return SlotIndex(int(slot[0]))
 
     def unpin(self, slots: Sequence[Slot]) -> None:
         """Give one pin of each slot back."""
@@ -195,9 +229,7 @@ class Ledger:
     def stale(self, count: int) -> SlotNumbers:
         """List up to ``count`` slots with a stale header that nobody may write."""
         slots = np.empty(count, dtype=np.uint32)
-        listed = lib.kvp_ledger_stale(
-            self._ledger, count, ffi.from_buffer("uint32_t[]", slots, require_writable=True)
-        )
+        listed = lib.kvp_ledger_stale(self._ledger, count, _numbers(slots))
         return slots[:listed]
 
     def mark(self, slots: SlotNumbers, *, stale: bool) -> None:
@@ -278,6 +310,10 @@ def _arrays(slots: Slots) -> "tuple[CData, CData]":
         ffi.from_buffer("uint32_t[]", np.ascontiguousarray(slots.indices)),
         ffi.from_buffer("uint64_t[]", np.ascontiguousarray(slots.generations)),
     )
+
+
+def _numbers(slots: SlotNumbers) -> "CData":
+    return ffi.from_buffer("uint32_t[]", slots, require_writable=True)
 
 
 def _flags(array: NDArray[np.bool_]) -> "CData":

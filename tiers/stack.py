@@ -19,7 +19,7 @@ from kvpool.block import HASH_BYTES, BlockHash
 from kvpool.completion import Deadline
 from kvpool.errors import CapacityError, KVPoolError, UnavailableError, UsageError
 from kvpool.memory import BlockView, Crcs
-from kvpool.tiers.base import Tier, TierStats
+from kvpool.tiers.base import BlockTokens, Tier, TierStats
 from kvpool.tiers.dram import DramTier
 from kvpool.tiers.flusher import FlushCounts, Flusher, FlushLimits, SlowStore
 
@@ -200,6 +200,14 @@ class StackTier(Tier):
         new = self.fast.commit_run(slots, keys, parent, crcs)
         self.flusher.offer(keys, parent)
         return new
+
+    def note_tokens(self, slots: Sequence[Slot], tokens: BlockTokens) -> None:
+        """Keep tokens beside slots in DRAM; they do not go below. See ``Tier``."""
+        self.fast.note_tokens(slots, tokens)
+
+    def same_tokens(self, slots: Sequence[Slot], tokens: BlockTokens) -> int:
+        """Compare tokens of blocks in DRAM that were stored with them. See ``Tier``."""
+        return self.fast.same_tokens(slots, tokens)
 
     def abort(self, slot: Slot) -> None:
         """Give a reserved slot back unwritten. See ``Tier``."""

@@ -1,4 +1,4 @@
-"""Verification: every block of a DRAM tier against its checksums, while the tier is in use.
+"""Verification: every block of a tier in memory against its checksums, while the tier is in use.
 
 Owns nothing. What differs leaves the tier. Who calls it: a server, for an operator.
 """
@@ -10,7 +10,7 @@ import numpy as np
 from kvpool.block import HASH_BYTES, BlockHash
 from kvpool.errors import CorruptionError
 from kvpool.memory import BlockView, Span, copy_blocks
-from kvpool.tiers.dram import DramTier
+from kvpool.tiers.slots import SlotTier
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class Verified:
     bad: int
 
 
-def verify_blocks(tier: DramTier) -> Verified:
+def verify_blocks(tier: SlotTier) -> Verified:
     """Read every block that is there now; blocks for as long as that takes. Any thread.
 
     Raises ClosedError.

@@ -16,12 +16,13 @@ from kvpool.arena import Slot
 from kvpool.errors import CapacityError
 from kvpool.memory import copy_blocks
 from kvpool.testing.blocks import SMALL_LAYOUT, key, payload, read, view_of
-from kvpool.tiers.base import Tier
+from kvpool.tiers.base import BlockTokens, Tier
 
 SLOTS: Final = 4
 KEYS: Final = 6
 numbers = st.integers(0, KEYS - 1)
 picks = st.integers(0, 63)  # taken modulo the length of a list
+tokens = st.integers(0, 1)
 
 
 @dataclass(eq=False)
@@ -33,6 +34,7 @@ class ModelBlock:
     seed: int
     slot: Slot
     used: int
+    tokens: int | None = None
     pins: int = 0
     dropped: bool = False
 
@@ -88,6 +90,8 @@ class TierModel:
 class TierMachine(RuleBasedStateMachine):
     """Calls a tier and the model alike, and compares all that can be seen after every step."""
 
+    keeps_tokens: bool = True  # beside blocks, to compare them
+
     def __init__(self) -> None:
         super().__init__()
         self.tier = self.open_tier()
@@ -103,12 +107,12 @@ class TierMachine(RuleBasedStateMachine):
         """Close the tier."""
         self.tier.close()
 
-    @rule(number=numbers, parent=st.none() | numbers)
-    def store(self, number: int, parent: int | None) -> None:
+    @rule(number=numbers, parent=st.none() | numbers, tokens=st.none() | tokens)
+    def store(self, number: int, parent: int | None, tokens: int | None) -> None:
         before = len(self.model.reserved)
         self.reserve()
         if len(self.model.reserved) > before:
-            self.commit(before, number, parent)
+            self.commit(before, number, parent, tokens)
 
     @rule()
     def reserve(self) -> None:
@@ -122,8 +126,8 @@ class TierMachine(RuleBasedStateMachine):
         self.model.reserved.append(slot)
 
     @precondition(lambda self: self.model.reserved)
-    @rule(pick=picks, number=numbers, parent=st.none() | numbers)
-    def commit(self, pick: int, number: int, parent: int | None) -> None:
+    @rule(pick=picks, number=numbers, parent=st.none() | numbers, tokens=st.none() | tokens)
+    def commit(self, pick: int, number: int, parent: int | None, tokens: int | None) -> None:
         model = self.model
         slot = model.reserved.pop(pick % len(model.reserved))
         parent = None if parent is None or parent >= number else parent
@@ -131,10 +135,12 @@ class TierMachine(RuleBasedStateMachine):
         view = self.tier.view([slot], writable=True)
         crcs = copy_blocks(view, view_of(SMALL_LAYOUT, payload(SMALL_LAYOUT, 1, self.seed)))
         parent_key = None if parent is None else key(parent)
+        if tokens is not None:
+            self.tier.note_tokens([slot], tokens_of(tokens))
         new = self.tier.commit(slot, key(number), parent_key, crcs[0])
         assert new == (number not in model.blocks)
         if new:
-            block = ModelBlock(number, parent, self.seed, slot, model.tick())
+            block = ModelBlock(number, parent, self.seed, slot, model.tick(), tokens)
             model.blocks[number] = block
         else:
             model.blocks[number].used = model.tick()
@@ -188,6 +194,13 @@ class TierMachine(RuleBasedStateMachine):
         self.pins += zip(expected, slots, strict=True)
 
     @precondition(lambda self: self.pins)
+    @rule(pick=picks, tokens=tokens)
+    def compare(self, pick: int, tokens: int) -> None:
+        block, slot = self.pins[pick % len(self.pins)]
+        same = not self.keeps_tokens or block.tokens in (None, tokens)
+        assert self.tier.same_tokens([slot], tokens_of(tokens)) == same
+
+    @precondition(lambda self: self.pins)
     @rule(pick=picks)
     def unpin(self, pick: int) -> None:
         block, slot = self.pins.pop(pick % len(self.pins))
@@ -238,3 +251,8 @@ class TierMachine(RuleBasedStateMachine):
         for block, slot in self.pins:
             want = payload(SMALL_LAYOUT, 1, block.seed)
             np.testing.assert_array_equal(read(self.tier, [slot]), want)
+
+
+def tokens_of(number: int) -> BlockTokens:
+    """Return the tokens of one block, one of two."""
+    return np.full((1, SMALL_LAYOUT.block_tokens), number, dtype=np.uint32)

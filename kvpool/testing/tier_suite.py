@@ -17,7 +17,7 @@ from kvpool.block import BlockLayout
 from kvpool.errors import CapacityError, ClosedError, UsageError
 from kvpool.memory import copy_blocks
 from kvpool.testing.blocks import SMALL_LAYOUT, key, payload, read, view_of, write
-from kvpool.tiers.base import Tier, TierStats
+from kvpool.tiers.base import BlockTokens, Tier, TierStats
 
 SLOTS: Final = 6
 
@@ -26,6 +26,7 @@ class TierSuite(ABC):
     """The suite. ``layout`` may be set to one that the implementation needs."""
 
     layout: BlockLayout = SMALL_LAYOUT
+    keeps_tokens: bool = True  # beside blocks, to compare them
 
     @abstractmethod
     def open_tier(self, layout: BlockLayout, slot_count: int) -> Tier:
@@ -141,6 +142,45 @@ class TierSuite(ABC):
         tier.unpin(second)
         assert tier.stats().pins == 0
         assert tier.evict(1) == 1
+
+    # ---- tokens -----------------------------------------------------------------------------------
+
+    def test_a_block_of_other_tokens_is_not_the_same(self, tier: Tier) -> None:
+        tokens = np.arange(3 * self.layout.block_tokens, dtype=np.uint32).reshape(3, -1)
+        for number in range(3):
+            _put(tier, number, tokens=tokens[number : number + 1])
+        slots = tier.pin(_keys(0, 1, 2))
+        assert tier.same_tokens(slots, tokens) == 3
+        assert tier.stats().mismatches == 0
+        other = tokens.copy()
+        other[1, -1] += 1
+        assert tier.same_tokens(slots, other) == (1 if self.keeps_tokens else 3)
+        assert tier.same_tokens(slots[1:], other[1:]) == (0 if self.keeps_tokens else 2)
+        assert tier.stats().mismatches == (2 if self.keeps_tokens else 0)
+        tier.unpin(slots)
+
+    def test_a_block_stored_by_its_hash_alone_has_any_tokens(self, tier: Tier) -> None:
+        tokens = np.ones((SLOTS, self.layout.block_tokens), dtype=np.uint32)
+        for number in range(SLOTS):
+            _put(tier, number, tokens=tokens[:1])
+        assert tier.evict(SLOTS) == SLOTS
+        for number in range(SLOTS):  # in slots that held others
+            _put(tier, number)
+        slots = tier.pin(_keys(*range(SLOTS)))
+        assert tier.same_tokens(slots, 2 * tokens) == SLOTS
+        assert tier.stats().mismatches == 0
+        tier.unpin(slots)
+
+    def test_the_second_copy_does_not_change_the_tokens(self, tier: Tier) -> None:
+        tokens = np.ones((1, self.layout.block_tokens), dtype=np.uint32)
+        _put(tier, 0, tokens=tokens)
+        slot = tier.reserve()
+        tier.note_tokens([slot], 2 * tokens)
+        crcs = np.zeros((self.layout.num_layers, self.layout.kv_heads), dtype=np.uint32)
+        assert not tier.commit(slot, key(0), None, crcs)
+        slots = tier.pin(key(0))
+        assert tier.same_tokens(slots, tokens) == 1
+        tier.unpin(slots)
 
     # ---- eviction ---------------------------------------------------------------------------------
 
@@ -365,11 +405,15 @@ def _bytes(layout: BlockLayout, number: int) -> np.ndarray[tuple[int, ...], np.d
     return payload(layout, 1, seed=1000 + number)
 
 
-def _put(tier: Tier, number: int, parent: int | None = None) -> Slot:
+def _put(
+    tier: Tier, number: int, parent: int | None = None, tokens: BlockTokens | None = None
+) -> Slot:
     """Store block ``number`` and return its slot."""
     name = None if parent is None else key(parent)
     blocks = _bytes(tier.layout, number)
     slot = tier.reserve()
+    if tokens is not None:
+        tier.note_tokens([slot], tokens)
     crcs = copy_blocks(tier.view([slot], writable=True), view_of(tier.layout, blocks))
     assert tier.commit(slot, key(number), name, crcs[0])
     return slot

@@ -198,6 +198,12 @@ kvp_status kvp_arena_open(size_t slot_count, size_t slot_bytes, size_t crc_count
                           const uint8_t *incarnation, kvp_arena **out);
 /* Unmap and close. The caller sees to it that nobody in this process still uses a slot. */
 void kvp_arena_close(kvp_arena *arena); /* null is allowed */
+/* Keep the arena's pages in memory: no swap. KVP_SYSTEM with errno: the process may not lock as
+ * much. */
+kvp_status kvp_arena_lock(kvp_arena *arena);
+/* Have memory that this thread touches first from now on lie on a NUMA node, or anywhere (below 0).
+ * KVP_INVALID: there is no such node; KVP_SYSTEM with errno: it may not be chosen here. */
+kvp_status kvp_memory_node(int node);
 int kvp_arena_fd(const kvp_arena *arena);
 /* Address of slot 0; slot s is at + s * kvp_arena_slot_stride() (page aligned, >= slot_bytes). */
 uintptr_t kvp_arena_base(const kvp_arena *arena);
@@ -231,6 +237,15 @@ kvp_status kvp_arena_commit(kvp_arena *arena, const uint32_t *slots, const uint6
 kvp_status kvp_arena_crcs(kvp_arena *arena, const uint32_t *slots, const uint64_t *generations,
                           size_t count, uint32_t *crcs, size_t *done);
 void kvp_arena_count(kvp_arena *arena, kvp_arena_counts *out);
+
+/* For an arena whose slots' lives a ledger keeps (kvp_arena_keep); KVP_INVALID for another one, and
+ * past the last slot.
+ *
+ * Show peers slots that are written whole and READY in the ledger, or nothing if it fails. */
+kvp_status kvp_arena_publish(kvp_arena *arena, const uint32_t *slots, const uint64_t *generations,
+                             size_t count, const uint8_t *hashes, const uint32_t *crcs);
+/* Let every reader that looks again learn that these lives are over. Before anybody writes there. */
+kvp_status kvp_arena_hide(kvp_arena *arena, const uint32_t *slots, size_t count);
 
 /* A peer's arena, mapped read-only. All fields read from it are checked against the geometry that
  * was validated at map time. */

@@ -21,6 +21,7 @@ typedef struct {
 
 struct kvp_ledger {
     pthread_mutex_t mutex; /* guards everything */
+    size_t holders; /* who may still call: its opener, and an arena; atomic */
     size_t slot_count;
     size_t place_count;  /* of each table: 1.5 a slot */
     uint64_t seed;       /* so that nobody can choose hashes that collide here */
@@ -56,6 +57,8 @@ void kvp_ledger_part(kvp_ledger *ledger, uint32_t slot);
 void kvp_ledger_reconsider(kvp_ledger *ledger, uint32_t slot);
 void kvp_ledger_use(kvp_ledger *ledger, uint32_t slot);
 
+/* A block leaves the tables, and its slot unless somebody reads it. */
+void kvp_ledger_leave(kvp_ledger *ledger, uint32_t slot);
 /* Whether that life of the slot is going on: KVP_INVALID past the end, KVP_STALE if not. */
 kvp_status kvp_ledger_look(const kvp_ledger *ledger, uint32_t slot, uint64_t generation);
 void kvp_ledger_set_stale(kvp_ledger *ledger, uint32_t slot, bool stale);

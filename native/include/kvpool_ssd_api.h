@@ -24,13 +24,27 @@ typedef struct {
 
 /* Lives are numbered from `first_generation` on. KVP_INVALID, KVP_SYSTEM (no memory). */
 kvp_status kvp_ledger_open(size_t slot_count, uint64_t first_generation, kvp_ledger **out);
+/* One more will close it; the last one frees it. */
+void kvp_ledger_hold(kvp_ledger *ledger);
 void kvp_ledger_close(kvp_ledger *ledger); /* null is allowed */
+/* Keep the lives of an arena's slots from now on: kvp_arena_change and kvp_arena_count are the
+ * ledger's, nothing can be reserved from the arena itself, and its readers see what
+ * kvp_arena_publish shows. The arena holds the ledger. KVP_BUSY: the arena has lives of its own;
+ * KVP_INVALID: they have not as many slots. */
+kvp_status kvp_arena_keep(kvp_arena *arena, kvp_ledger *ledger);
 
 /* Take up to `count` free slots, each with one grant out if `grant`; how many were taken. */
 size_t kvp_ledger_reserve(kvp_ledger *ledger, size_t count, bool grant, uint32_t *slots,
                           uint64_t *generations);
-/* Evict up to `count` blocks; how many went. One with grants is quarantined, and frees no slot. */
-size_t kvp_ledger_evict(kvp_ledger *ledger, size_t count);
+/* Evict up to `count` blocks; how many went, and out of which slots (null: do not say). One with
+ * grants is quarantined, and frees no slot. */
+size_t kvp_ledger_evict(kvp_ledger *ledger, size_t count, uint32_t *slots);
+/* Evict every block in `count` slots from number `first` on, with the blocks that descend from them
+ * wherever they lie, and reserve those slots: generations[i] is slot first + i's. *gone counts the
+ * blocks that went. KVP_BUSY, and nothing changed, if one of the slots is reserved, granted or
+ * quarantined, or one of the blocks is pinned; KVP_INVALID past the end. */
+kvp_status kvp_ledger_vacate(kvp_ledger *ledger, size_t first, size_t count, uint64_t *generations,
+                             size_t *gone);
 /* Make reserved slots ready, in order, all or none: KVP_STALE or KVP_BUSY at *bad. added[i] says
  * whether the key was absent; if not, the block that is here counts as used and the slot is given
  * up. A parent that descends from its child (no hashing makes one) is taken for none. */
@@ -48,11 +62,12 @@ size_t kvp_ledger_match(kvp_ledger *ledger, const uint8_t *keys, size_t count);
 size_t kvp_ledger_rooted(kvp_ledger *ledger, const uint8_t *keys, size_t count);
 /* Count as used those of the keys that are here; here[i] says which. */
 void kvp_ledger_touch(kvp_ledger *ledger, const uint8_t *keys, size_t count, bool *here);
-/* Pin the leading keys that are here and count them as used; how many. */
-size_t kvp_ledger_pin(kvp_ledger *ledger, const uint8_t *keys, size_t count, uint32_t *slots,
-                      uint64_t *generations);
-/* Forget a block: now, or at its last unpin; from now on it is a miss. KVP_MISS if it is not here. */
-kvp_status kvp_ledger_drop(kvp_ledger *ledger, const uint8_t *key);
+/* Pin the leading keys that are here, and count them as used if `use`; how many. */
+size_t kvp_ledger_pin(kvp_ledger *ledger, const uint8_t *keys, size_t count, bool use,
+                      uint32_t *slots, uint64_t *generations);
+/* Forget a block, which lay in *slot: now, or at its last unpin; from now on it is a miss. KVP_MISS
+ * if it is not here. */
+kvp_status kvp_ledger_drop(kvp_ledger *ledger, const uint8_t *key, uint32_t *slot);
 
 /* As kvp_arena_change; also KVP_ARENA_RELEASE, of RESERVED only, and KVP_ARENA_UNPIN, at whose last
  * one a dropped block goes. */

@@ -26,6 +26,7 @@ typedef struct {
 struct kvp_arena {
     pthread_mutex_t mutex; /* guards records, free_head and counts */
     arena_geometry geometry;
+    kvp_ledger *keeper; /* null: the records below are the slots' lives */
     int fd;
     uint8_t *map;
     uint32_t free_head; /* meaningful while counts.free > 0 */
@@ -101,8 +102,14 @@ void kvp_arena_close(kvp_arena *arena)
         return;
     munmap(arena->map, arena->geometry.total_bytes);
     close(arena->fd);
+    kvp_ledger_close(arena->keeper);
     pthread_mutex_destroy(&arena->mutex);
     free(arena);
+}
+
+kvp_status kvp_arena_lock(kvp_arena *arena)
+{
+    return mlock(arena->map, arena->geometry.total_bytes) == 0 ? KVP_OK : KVP_SYSTEM;
 }
 
 int kvp_arena_fd(const kvp_arena *arena)
@@ -132,6 +139,8 @@ static void set_free(kvp_arena *arena, uint32_t slot)
 size_t kvp_arena_reserve(kvp_arena *arena, size_t count, bool grant, uint32_t *slots,
                          uint64_t *generations)
 {
+    if (arena->keeper != NULL)
+        return 0;
     pthread_mutex_lock(&arena->mutex);
     if (count > arena->counts.free)
         count = arena->counts.free;
@@ -251,6 +260,8 @@ kvp_status kvp_arena_change(kvp_arena *arena, kvp_arena_step step, const uint32_
     kvp_status status = KVP_OK;
     size_t i = 0;
     *done = 0;
+    if (arena->keeper != NULL)
+        return kvp_ledger_change(arena->keeper, step, slots, generations, count, done);
     if ((size_t)step >= sizeof steps / sizeof *steps)
         return KVP_INVALID;
     pthread_mutex_lock(&arena->mutex);
@@ -289,6 +300,61 @@ kvp_status kvp_arena_commit(kvp_arena *arena, const uint32_t *slots, const uint6
     return status;
 }
 
+static bool are_kept(const kvp_arena *arena, const uint32_t *slots, size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        if (slots[i] >= arena->geometry.slot_count)
+            return false;
+    return arena->keeper != NULL;
+}
+
+kvp_status kvp_arena_publish(kvp_arena *arena, const uint32_t *slots, const uint64_t *generations,
+                             size_t count, const uint8_t *hashes, const uint32_t *crcs)
+{
+    if (!are_kept(arena, slots, count))
+        return KVP_INVALID;
+    pthread_mutex_lock(&arena->mutex);
+    for (size_t i = 0; i < count; i++)
+        publish(arena, slots[i], generations[i], hashes + i * KVP_HASH_BYTES,
+                crcs + i * arena->geometry.crc_count);
+    pthread_mutex_unlock(&arena->mutex);
+    return KVP_OK;
+}
+
+kvp_status kvp_arena_hide(kvp_arena *arena, const uint32_t *slots, size_t count)
+{
+    if (!are_kept(arena, slots, count))
+        return KVP_INVALID;
+    pthread_mutex_lock(&arena->mutex);
+    for (size_t i = 0; i < count; i++)
+        __atomic_store_n(&header_of(arena, slots[i])->generation, 0, __ATOMIC_RELEASE);
+    pthread_mutex_unlock(&arena->mutex);
+    atomic_thread_fence(memory_order_seq_cst); /* see hide() */
+    return KVP_OK;
+}
+
+kvp_status kvp_arena_keep(kvp_arena *arena, kvp_ledger *ledger)
+{
+    kvp_ledger_counts counts;
+    kvp_ledger_count(ledger, &counts);
+    if (counts.free + counts.reserved + counts.ready + counts.quarantined !=
+        arena->geometry.slot_count)
+        return KVP_INVALID;
+    if (arena->keeper != NULL || arena->counts.free != arena->geometry.slot_count)
+        return KVP_BUSY;
+    kvp_ledger_hold(ledger);
+    arena->keeper = ledger;
+    return KVP_OK;
+}
+
+/* Whether a slot can be read in that life: as its readers see it. Locked. */
+static kvp_status readable(const kvp_arena *arena, uint32_t slot, uint64_t generation)
+{
+    if (slot >= arena->geometry.slot_count)
+        return KVP_INVALID;
+    return generation != 0 && header_of(arena, slot)->generation == generation ? KVP_OK : KVP_STALE;
+}
+
 kvp_status kvp_arena_crcs(kvp_arena *arena, const uint32_t *slots, const uint64_t *generations,
                           size_t count, uint32_t *crcs, size_t *done)
 {
@@ -297,9 +363,13 @@ kvp_status kvp_arena_crcs(kvp_arena *arena, const uint32_t *slots, const uint64_
     size_t i = 0;
     pthread_mutex_lock(&arena->mutex);
     for (; i < count; i++) {
-        status = find(arena, slots[i], generations[i]);
-        if (status == KVP_OK && arena->records[slots[i]].state != READY)
-            status = KVP_BUSY;
+        if (arena->keeper != NULL) {
+            status = readable(arena, slots[i], generations[i]);
+        } else {
+            status = find(arena, slots[i], generations[i]);
+            if (status == KVP_OK && arena->records[slots[i]].state != READY)
+                status = KVP_BUSY;
+        }
         if (status != KVP_OK)
             break;
         /* Only this process writes here, under the mutex: plain reads are enough. */
@@ -314,6 +384,13 @@ kvp_status kvp_arena_crcs(kvp_arena *arena, const uint32_t *slots, const uint64_
 
 void kvp_arena_count(kvp_arena *arena, kvp_arena_counts *out)
 {
+    if (arena->keeper != NULL) {
+        kvp_ledger_counts kept;
+        kvp_ledger_count(arena->keeper, &kept);
+        *out = (kvp_arena_counts){kept.free,        kept.reserved, kept.ready,
+                                  kept.quarantined, kept.pins,     kept.grants};
+        return;
+    }
     pthread_mutex_lock(&arena->mutex);
     *out = arena->counts;
     pthread_mutex_unlock(&arena->mutex);

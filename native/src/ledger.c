@@ -60,7 +60,7 @@ static void enter(kvp_ledger *ledger, uint32_t slot, const uint8_t *key, const u
 }
 
 /* A block leaves the tables, and its slot unless somebody reads it. */
-static void leave(kvp_ledger *ledger, uint32_t slot)
+void kvp_ledger_leave(kvp_ledger *ledger, uint32_t slot)
 {
     kvp_ledger_empty(ledger, &ledger->by_key, kvp_ledger_find(ledger, &ledger->by_key, ledger->keys[slot]));
     kvp_ledger_part(ledger, slot);
@@ -145,6 +145,7 @@ kvp_status kvp_ledger_open(size_t slot_count, uint64_t first_generation, kvp_led
     if (ledger == NULL)
         return KVP_SYSTEM;
     pthread_mutex_init(&ledger->mutex, NULL);
+    ledger->holders = 1;
     ledger->slot_count = ledger->counts.free = slot_count;
     ledger->place_count = slot_count + slot_count / 2 + 2;
     ledger->generation = first_generation;
@@ -180,9 +181,14 @@ kvp_status kvp_ledger_open(size_t slot_count, uint64_t first_generation, kvp_led
     return KVP_OK;
 }
 
+void kvp_ledger_hold(kvp_ledger *ledger)
+{
+    __atomic_add_fetch(&ledger->holders, 1, __ATOMIC_RELAXED);
+}
+
 void kvp_ledger_close(kvp_ledger *ledger)
 {
-    if (ledger == NULL)
+    if (ledger == NULL || __atomic_sub_fetch(&ledger->holders, 1, __ATOMIC_ACQ_REL) > 0)
         return;
     free(ledger->by_key.places);
     free(ledger->by_parent.places);
@@ -223,12 +229,15 @@ size_t kvp_ledger_reserve(kvp_ledger *ledger, size_t count, bool grant, uint32_t
     return count;
 }
 
-size_t kvp_ledger_evict(kvp_ledger *ledger, size_t count)
+size_t kvp_ledger_evict(kvp_ledger *ledger, size_t count, uint32_t *slots)
 {
     size_t gone = 0;
     pthread_mutex_lock(&ledger->mutex);
-    for (; gone < count && ledger->heap_count > 0; gone++)
-        leave(ledger, ledger->heap[0]);
+    for (; gone < count && ledger->heap_count > 0; gone++) {
+        if (slots != NULL)
+            slots[gone] = ledger->heap[0];
+        kvp_ledger_leave(ledger, ledger->heap[0]);
+    }
     pthread_mutex_unlock(&ledger->mutex);
     return gone;
 }
@@ -288,8 +297,8 @@ void kvp_ledger_restore(kvp_ledger *ledger, const uint32_t *slots, const uint64_
     pthread_mutex_unlock(&ledger->mutex);
 }
 
-size_t kvp_ledger_pin(kvp_ledger *ledger, const uint8_t *keys, size_t count, uint32_t *slots,
-                      uint64_t *generations)
+size_t kvp_ledger_pin(kvp_ledger *ledger, const uint8_t *keys, size_t count, bool use,
+                      uint32_t *slots, uint64_t *generations)
 {
     size_t i = 0;
     pthread_mutex_lock(&ledger->mutex);
@@ -299,7 +308,10 @@ size_t kvp_ledger_pin(kvp_ledger *ledger, const uint8_t *keys, size_t count, uin
             break;
         ledger->pins[slot]++;
         ledger->counts.pins++;
-        kvp_ledger_use(ledger, slot);
+        if (use)
+            kvp_ledger_use(ledger, slot);
+        else
+            kvp_ledger_reconsider(ledger, slot);
         slots[i] = slot;
         generations[i] = ledger->generations[slot];
     }
@@ -307,13 +319,14 @@ size_t kvp_ledger_pin(kvp_ledger *ledger, const uint8_t *keys, size_t count, uin
     return i;
 }
 
-kvp_status kvp_ledger_drop(kvp_ledger *ledger, const uint8_t *key)
+kvp_status kvp_ledger_drop(kvp_ledger *ledger, const uint8_t *key, uint32_t *out)
 {
     pthread_mutex_lock(&ledger->mutex);
     uint32_t slot = kvp_ledger_slot(ledger, key);
     if (slot != NONE)
-        leave(ledger, slot);
+        kvp_ledger_leave(ledger, slot);
     pthread_mutex_unlock(&ledger->mutex);
+    *out = slot;
     return slot == NONE ? KVP_MISS : KVP_OK;
 }
 

@@ -7,6 +7,7 @@
 #include <stdint.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include "kvpool_memfd.h"
@@ -66,6 +67,21 @@ kvp_status kvp_memfd_open(const char *name, size_t size, int *fd_out, void **map
     *fd_out = fd;
     *map_out = map;
     return KVP_OK;
+}
+
+kvp_status kvp_memory_node(int node)
+{
+    enum { NODES = 1024, WORD = 8 * sizeof(unsigned long), BIND = 2, DEFAULT = 0 };
+    unsigned long nodes[NODES / WORD] = {0};
+    if (node >= NODES)
+        return KVP_INVALID;
+    if (node >= 0)
+        nodes[(size_t)node / WORD] = 1UL << ((size_t)node % WORD);
+    long set = node < 0 ? syscall(SYS_set_mempolicy, DEFAULT, NULL, 0)
+                        : syscall(SYS_set_mempolicy, BIND, nodes, (unsigned long)NODES);
+    if (set == 0)
+        return KVP_OK;
+    return errno == EINVAL ? KVP_INVALID : KVP_SYSTEM;
 }
 
 kvp_status kvp_memfd_seal(int fd)

@@ -208,11 +208,54 @@ static void test_threads(void)
     kvp_arena_close(arena);
 }
 
+static void test_kept_by_a_ledger(void)
+{
+    kvp_arena *arena;
+    kvp_ledger *ledger, *other;
+    uint32_t slots[2], sums[2] = {7, 8};
+    uint64_t lives[2];
+    size_t done;
+    bool added;
+    const uint8_t key[32] = {1}, none[32] = {0};
+    CHECK(kvp_arena_open(2, 64, 1, incarnation, &arena) == KVP_OK);
+    CHECK(kvp_arena_hide(arena, slots, 0) == KVP_INVALID);
+    CHECK(kvp_ledger_open(2, 1, &ledger) == KVP_OK && kvp_ledger_open(3, 1, &other) == KVP_OK);
+    CHECK(kvp_arena_keep(arena, other) == KVP_INVALID);
+    CHECK(kvp_arena_reserve(arena, 1, false, slots, lives) == 1);
+    CHECK(kvp_arena_keep(arena, ledger) == KVP_BUSY);
+    CHECK(kvp_arena_change(arena, KVP_ARENA_RELEASE, slots, lives, 1, &done) == KVP_OK);
+    CHECK(kvp_arena_keep(arena, ledger) == KVP_OK);
+    CHECK(kvp_arena_keep(arena, ledger) == KVP_BUSY);
+    kvp_ledger_close(other);
+    CHECK(kvp_arena_reserve(arena, 1, false, slots, lives) == 0);
+    CHECK(kvp_ledger_reserve(ledger, 1, false, slots, lives) == 1);
+    CHECK(kvp_arena_crcs(arena, slots, lives, 1, sums, &done) == KVP_STALE);
+    CHECK(kvp_ledger_commit(ledger, slots, lives, key, none, 1, &added, &done) == KVP_OK);
+    CHECK(kvp_arena_publish(arena, slots, lives, 1, key, sums) == KVP_OK);
+    slots[1] = 2;
+    CHECK(kvp_arena_publish(arena, slots + 1, lives, 1, key, sums) == KVP_INVALID);
+    sums[0] = 0;
+    CHECK(kvp_arena_crcs(arena, slots, lives, 1, sums, &done) == KVP_OK && sums[0] == 7);
+    CHECK(kvp_arena_change(arena, KVP_ARENA_GRANT, slots, lives, 1, &done) == KVP_OK);
+    CHECK(kvp_ledger_evict(ledger, 1, NULL) == 1);
+    CHECK(kvp_arena_hide(arena, slots, 1) == KVP_OK);
+    CHECK(kvp_arena_crcs(arena, slots, lives, 1, sums, &done) == KVP_STALE);
+    kvp_arena_counts counts;
+    kvp_arena_count(arena, &counts);
+    CHECK(counts.quarantined == 1 && counts.grants == 1 && counts.free == 1);
+    kvp_ledger_close(ledger); /* the arena holds it */
+    CHECK(kvp_arena_change(arena, KVP_ARENA_SETTLE, slots, lives, 1, &done) == KVP_OK);
+    kvp_arena_count(arena, &counts);
+    CHECK(counts.free == 2 && counts.grants == 0);
+    kvp_arena_close(arena);
+}
+
 int main(void)
 {
     test_life();
     test_refusals();
     test_runs();
     test_threads();
+    test_kept_by_a_ledger();
     return 0;
 }

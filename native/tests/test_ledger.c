@@ -166,13 +166,61 @@ static void step(kvp_ledger *ledger, uint32_t slot, kvp_arena_step which)
         model_give_up((int)slot);
 }
 
+static bool descends(int slot, int key)
+{
+    for (int at = slot; at >= 0 && model[at].parent >= 0; at = at_key(model[at].parent))
+        if (model[at].parent == key)
+            return true;
+    return false;
+}
+
+static bool model_may_vacate(int slot)
+{
+    bool may = model[slot].state == FREE ||
+               (model[slot].state == READY && model[slot].pins == 0 && model[slot].grants == 0);
+    for (int below = 0; below < SLOTS && model[slot].state == READY; below++)
+        if (model[below].state == READY && model[below].pins > 0 && descends(below, model[slot].key))
+            may = false;
+    return may;
+}
+
+static void vacate(kvp_ledger *ledger, int first)
+{
+    uint64_t lives[SLOTS];
+    size_t gone, expected = 0;
+    const int count = 1 + (int)random_below(first + 3 < SLOTS ? 3 : 1);
+    bool may = true;
+    for (int slot = first; slot < first + count; slot++)
+        may = may && model_may_vacate(slot);
+    kvp_status status = kvp_ledger_vacate(ledger, (size_t)first, (size_t)count, lives, &gone);
+    CHECK(status == (may ? KVP_OK : KVP_BUSY));
+    bool going[SLOTS] = {false};
+    for (int slot = first; may && slot < first + count; slot++)
+        for (int at = 0; at < SLOTS && model[slot].state == READY; at++)
+            if (model[at].state == READY && (at == slot || descends(at, model[slot].key)))
+                going[at] = true;
+    for (int at = 0; at < SLOTS; at++) {
+        if (!going[at])
+            continue;
+        expected++;
+        model_leave(at);
+    }
+    for (int slot = first; may && slot < first + count; slot++) {
+        CHECK(lives[slot - first] == generation);
+        model[slot].state = RESERVED;
+        model[slot].generation = generation++;
+    }
+    CHECK(gone == expected);
+}
+
 static void random_turn(kvp_ledger *ledger)
 {
     static const kvp_arena_step steps[] = {KVP_ARENA_UNPIN, KVP_ARENA_UNPIN, KVP_ARENA_GRANT,
                                            KVP_ARENA_SETTLE, KVP_ARENA_SETTLE, KVP_ARENA_RELEASE};
     const uint32_t slot = (uint32_t)random_below(SLOTS);
     const int key = (int)random_below(KEYS), here = at_key(key);
-    uint32_t pinned;
+    const bool use = random_below(2) == 0;
+    uint32_t pinned, left;
     uint64_t life;
     switch (random_below(8)) {
     case 0:
@@ -184,25 +232,34 @@ static void random_turn(kvp_ledger *ledger)
         commit(ledger, slot);
         break;
     case 4:
-        CHECK(kvp_ledger_pin(ledger, name_of(key), 1, &pinned, &life) == (here >= 0));
+        CHECK(kvp_ledger_pin(ledger, name_of(key), 1, use, &pinned, &life) == (here >= 0));
         if (here >= 0) {
             CHECK((int)pinned == here && life == model[here].generation);
             model[here].pins++;
-            model[here].used = ++uses;
+            if (use)
+                model[here].used = ++uses;
         }
         break;
     case 5:
         if (random_below(3) == 0) {
-            CHECK(kvp_ledger_drop(ledger, name_of(key)) == (here >= 0 ? KVP_OK : KVP_MISS));
+            CHECK(kvp_ledger_drop(ledger, name_of(key), &left) == (here >= 0 ? KVP_OK : KVP_MISS));
+            CHECK((int)left == here); /* -1 is NONE */
             if (here >= 0)
                 model_leave(here);
         } else {
             const int oldest = victim();
-            CHECK(kvp_ledger_evict(ledger, 1) == (oldest >= 0));
+            CHECK(kvp_ledger_evict(ledger, 1, &left) == (oldest >= 0));
+            CHECK(oldest < 0 || (int)left == oldest);
             if (oldest >= 0)
                 model_leave(oldest);
         }
         break;
+    case 6:
+        if (random_below(4) == 0) {
+            vacate(ledger, (int)slot);
+            break;
+        }
+        /* fall through */
     default:
         step(ledger, slot, steps[random_below(sizeof steps / sizeof *steps)]);
     }
@@ -244,7 +301,7 @@ static kvp_ledger *filled(const int *keys, const int *parents, size_t count)
 static void test_parents_in_a_circle_can_go(void)
 {
     kvp_ledger *ledger = filled((int[]){0, 1, 2}, (int[]){2, 0, 1}, 3);
-    CHECK(kvp_ledger_evict(ledger, SLOTS) == 3);
+    CHECK(kvp_ledger_evict(ledger, SLOTS, NULL) == 3);
     kvp_ledger_close(ledger);
 }
 
@@ -257,7 +314,8 @@ static void test_only_whole_chains_are_rooted(void)
     CHECK(kvp_ledger_rooted(ledger, keys[0], 5) == 3);
     CHECK(kvp_ledger_rooted(ledger, keys[2], 1) == 1);
     CHECK(kvp_ledger_rooted(ledger, keys[4], 1) == 0); /* its parent is not here */
-    CHECK(kvp_ledger_drop(ledger, keys[0]) == KVP_OK);
+    uint32_t left;
+    CHECK(kvp_ledger_drop(ledger, keys[0], &left) == KVP_OK);
     CHECK(kvp_ledger_rooted(ledger, keys[1], 2) == 0);
     kvp_ledger_close(ledger);
 }
@@ -282,7 +340,7 @@ static void test_restored_blocks_are_as_before(void)
     CHECK(kvp_ledger_reserve(ledger, 6, false, taken, fresh) == 4);
     for (size_t i = 0; i < 4; i++)
         CHECK(taken[i] != 3 && taken[i] != 1 && fresh[i] >= 100);
-    CHECK(kvp_ledger_evict(ledger, 1) == 1);
+    CHECK(kvp_ledger_evict(ledger, 1, NULL) == 1);
     CHECK(kvp_ledger_match(ledger, keys[0], 1) == 0); /* the oldest */
     size_t next = 0;
     uint8_t key[HASH_BYTES], parent[HASH_BYTES];
@@ -304,15 +362,15 @@ static void *hammer(void *argument)
         size_t done;
         hash key = {(uint8_t)(turn % 5)};
         if (kvp_ledger_reserve(ledger, 1, false, &slot, &life) == 0) {
-            kvp_ledger_evict(ledger, 1);
+            kvp_ledger_evict(ledger, 1, NULL);
             continue;
         }
         hash none = {0};
         key[5] = 1;
         CHECK(kvp_ledger_commit(ledger, &slot, &life, key, none, 1, &added, &done) == KVP_OK);
-        if (kvp_ledger_pin(ledger, key, 1, &slot, &life) == 1)
+        if (kvp_ledger_pin(ledger, key, 1, true, &slot, &life) == 1)
             CHECK(kvp_ledger_change(ledger, KVP_ARENA_UNPIN, &slot, &life, 1, &done) == KVP_OK);
-        kvp_ledger_drop(ledger, key);
+        kvp_ledger_drop(ledger, key, &slot);
     }
     return NULL;
 }
@@ -327,7 +385,7 @@ static void test_threads(void)
     for (size_t i = 0; i < 4; i++)
         pthread_join(threads[i], NULL);
     kvp_ledger_counts counts;
-    kvp_ledger_evict(ledger, 3);
+    kvp_ledger_evict(ledger, 3, NULL);
     kvp_ledger_count(ledger, &counts);
     CHECK(counts.free == 3 && counts.pins == 0);
     kvp_ledger_close(ledger);
@@ -338,6 +396,12 @@ int main(void)
     kvp_ledger *ledger;
     CHECK(kvp_ledger_open(0, 1, &ledger) == KVP_INVALID);
     CHECK(kvp_ledger_open(1, 0, &ledger) == KVP_INVALID);
+    CHECK(kvp_ledger_open(4, 1, &ledger) == KVP_OK);
+    uint64_t lives[5];
+    size_t gone;
+    CHECK(kvp_ledger_vacate(ledger, 3, 2, lives, &gone) == KVP_INVALID);
+    CHECK(kvp_ledger_vacate(ledger, 5, SIZE_MAX, lives, &gone) == KVP_INVALID);
+    kvp_ledger_close(ledger);
     kvp_ledger_close(NULL);
     test_against_the_model();
     test_parents_in_a_circle_can_go();

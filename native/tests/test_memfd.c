@@ -59,8 +59,18 @@ static void test_too_large(void)
     CHECK(kvp_memfd_open("huge", (size_t)INT64_MAX - 4095, &fd, &map) == KVP_SYSTEM);
 }
 
+static void test_nodes(void)
+{
+    CHECK(kvp_memory_node(1 << 20) == KVP_INVALID);
+    kvp_status first = kvp_memory_node(0); /* a kernel or container may have no say in it */
+    CHECK(first == KVP_OK || first == KVP_SYSTEM);
+    CHECK(first != KVP_OK || kvp_memory_node(1023) == KVP_INVALID);
+    CHECK(first != KVP_OK || kvp_memory_node(-1) == KVP_OK);
+}
+
 int main(void)
 {
+    test_nodes();
     test_sealed();
     test_other_files();
     test_too_large();

@@ -2,7 +2,6 @@
 
 from kvpool.arena import Arena
 from kvpool.block import BlockLayout, new_incarnation
-from kvpool.index.prefix import PrefixIndex
 from kvpool.testing.faults import FaultyTier
 from kvpool.testing.tier_suite import TierSuite
 from kvpool.tiers.base import Tier
@@ -12,4 +11,4 @@ from kvpool.tiers.dram import DramTier
 class TestFaultyTier(TierSuite):
     def open_tier(self, layout: BlockLayout, slot_count: int) -> Tier:
         arena = Arena(layout, slot_count, new_incarnation())
-        return FaultyTier(DramTier(arena, PrefixIndex(slot_count)), seed=1)
+        return FaultyTier(DramTier(arena), seed=1)

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from kvpool.arena import Slot
-from kvpool.block import BlockLayout
+from kvpool.block import BlockHash, BlockLayout
 from kvpool.errors import CapacityError, UsageError
-from kvpool.memory import copy_blocks
+from kvpool.memory import Crcs, copy_blocks
 from kvpool.testing.blocks import SMALL_LAYOUT, key, payload, view_of, write
 from kvpool.testing.planted import failing_tests
 from kvpool.testing.tier_suite import SLOTS, TierSuite
@@ -81,18 +81,18 @@ def test_what_cannot_be_held_is_refused() -> None:
         GpuTier(LAYOUT, 2**45)
 
 
-class _RepeatsGenerations(GpuTier):
-    def reserve(self) -> Slot:
-        """A planted bug: every life has the same name."""
-        index = super().reserve().index
-        self._rooms[index].generation = 1
-        return Slot(index, 1)
+class _ForgetsParents(GpuTier):
+    def commit(self, slot: Slot, key: BlockHash, parent: BlockHash | None, crcs: Crcs) -> bool:
+        """A planted bug: every block begins a chain."""
+        return super().commit(slot, key, None, crcs)
 
 
-def test_the_suite_fails_on_a_tier_that_repeats_generations() -> None:
+def test_the_suite_fails_on_a_tier_that_forgets_parents() -> None:
     def fresh() -> AbstractContextManager[Tier]:
-        return _RepeatsGenerations(LAYOUT, SLOTS)
+        return _ForgetsParents(LAYOUT, SLOTS)
 
     assert failing_tests(TestGpuTier(), fresh) == [
-        "test_every_life_of_a_slot_has_another_generation",
+        "test_a_block_goes_before_its_ancestors",
+        "test_a_pinned_block_and_its_ancestors_stay",
+        "test_branches_go_before_their_common_parent",
     ]

@@ -14,7 +14,6 @@ import pytest
 
 from kvpool.arena import Arena, Slot
 from kvpool.block import BlockLayout, new_incarnation
-from kvpool.index.prefix import PrefixIndex
 from kvpool.testing.blocks import SMALL_LAYOUT
 from kvpool.testing.planted import failing_tests
 from kvpool.testing.slow_store import FaultyStore
@@ -30,7 +29,7 @@ def stack(
     folder: Path, layout: BlockLayout, slot_count: int, kind: type[StackTier] = StackTier
 ) -> StackTier:
     """Return a stack whose disk fails and whose flusher is at rest."""
-    fast = DramTier(Arena(layout, slot_count, new_incarnation()), PrefixIndex(slot_count))
+    fast = DramTier(Arena(layout, slot_count, new_incarnation()))
     slow = FaultyStore(SsdTier(folder, layout, 4 * slot_count, threads=2, timeout_s=30))
     slow.failing.set()
     limits = FlushLimits(

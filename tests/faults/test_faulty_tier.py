@@ -5,11 +5,10 @@ import pytest
 
 from kvpool.arena import Arena
 from kvpool.block import new_incarnation
-from kvpool.errors import CapacityError, CorruptionError
-from kvpool.index.prefix import PrefixIndex
+from kvpool.errors import CapacityError, CorruptionError, TransferTimeoutError
 from kvpool.pool import Pool
 from kvpool.testing.blocks import SMALL_LAYOUT, key, namespace, payload, read, view_of, write
-from kvpool.testing.faults import FaultyTier
+from kvpool.testing.faults import FaultyTier, SlowTier
 from kvpool.tiers.dram import DramTier
 
 WAIT_S = 20.0
@@ -17,7 +16,7 @@ WAIT_S = 20.0
 
 def faulty(seed: int, slot_count: int = 16, refuse: float = 0.0, flip: float = 0.0) -> FaultyTier:
     arena = Arena(SMALL_LAYOUT, slot_count, new_incarnation())
-    inner = DramTier(arena, PrefixIndex(slot_count))
+    inner = DramTier(arena)
     return FaultyTier(inner, seed=seed, refuse=refuse, flip=flip)
 
 
@@ -103,3 +102,37 @@ def test_under_all_faults_every_loaded_byte_is_right(seed: int) -> None:
         assert (stats.reserved, stats.quarantined, stats.leases) == (0, 0, 0)
         assert stats.corruptions > 0
         assert tier.refused > 0
+
+
+def test_a_slow_tier_waits_at_the_same_calls_for_the_same_seed() -> None:
+    def waits(seed: int, wait: float) -> list[int]:
+        counts: list[int] = []
+        inner = DramTier(Arena(SMALL_LAYOUT, 4, new_incarnation()))
+        with SlowTier(inner, seed=seed, wait=wait) as tier:
+            for _ in range(20):
+                tier.abort(tier.reserve())
+                counts.append(tier.waits)
+        return counts
+
+    assert waits(1, 0.5) == waits(1, 0.5) != waits(2, 0.5)
+    assert waits(1, 0.0)[-1] == 0
+    assert waits(1, 1.0)[-1] == 40
+
+
+def test_a_load_from_a_slow_tier_keeps_its_deadline() -> None:
+    inner = DramTier(Arena(SMALL_LAYOUT, 16, new_incarnation()))
+    with Pool(SlowTier(inner, seed=1, wait=1.0, wait_s_max=0.01)) as pool:
+        chain = pool.chain(namespace(SMALL_LAYOUT), list(range(4 * SMALL_LAYOUT.block_tokens)))
+        blocks = payload(SMALL_LAYOUT, 4, seed=1)
+        source = view_of(SMALL_LAYOUT, blocks)
+        assert pool.store(chain, source, deadline_s=WAIT_S).wait(WAIT_S).stored == 4
+        out = np.zeros_like(blocks)
+        with pool.lease(pool.match(chain), WAIT_S) as lease:
+            late = pool.load(lease, view_of(SMALL_LAYOUT, out), deadline_s=0.0)
+            with pytest.raises(TransferTimeoutError):
+                late.wait(WAIT_S)
+            done = pool.load(lease, view_of(SMALL_LAYOUT, out), deadline_s=WAIT_S)
+            assert done.wait(WAIT_S) == 4
+        np.testing.assert_array_equal(out, blocks)
+        stats = pool.stats()
+        assert (stats.reserved, stats.quarantined, stats.extra["pins"]) == (0, 0, 0)

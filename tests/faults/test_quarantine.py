@@ -16,7 +16,6 @@ import pytest
 from kvpool.arena import Arena, Slot
 from kvpool.block import BlockLayout, new_incarnation
 from kvpool.errors import CapacityError, ClosedError, TransferTimeoutError
-from kvpool.index.prefix import PrefixIndex
 from kvpool.memory import Span, copy_blocks
 from kvpool.reservation import Reservation
 from kvpool.testing.blocks import key, payload, read, view_of, write
@@ -34,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarn
 
 @pytest.fixture
 def tier() -> Iterator[DramTier]:
-    with DramTier(Arena(LAYOUT, SLOTS, new_incarnation()), PrefixIndex(SLOTS)) as tier:
+    with DramTier(Arena(LAYOUT, SLOTS, new_incarnation())) as tier:
         yield tier
 
 

@@ -13,7 +13,6 @@ from kvpool.arena import Arena
 from kvpool.block import BlockHash, new_incarnation
 from kvpool.config import PoolConfig, SsdConfig
 from kvpool.errors import CapacityError
-from kvpool.index.prefix import PrefixIndex
 from kvpool.pool import Pool
 from kvpool.testing.blocks import SMALL_LAYOUT, key, namespace, payload, read, view_of, write
 from kvpool.tiers.dram import DramTier
@@ -29,12 +28,14 @@ SLOT_BYTES = 4096
 
 def open_tier(slots: int = SLOTS, policy: EvictionPolicy | None = None) -> DramTier:
     arena = Arena(SMALL_LAYOUT, slots, new_incarnation())
-    return DramTier(arena, PrefixIndex(slots), policy=policy)
+    return DramTier(arena, policy=policy)
 
 
-@pytest.fixture(params=[LRUPolicy, lambda: ReusePolicy(SLOTS)], ids=["lru", "reuse"])
+@pytest.fixture(
+    params=[lambda: None, LRUPolicy, lambda: ReusePolicy(SLOTS)], ids=["ledger", "lru", "reuse"]
+)
 def tier(request: pytest.FixtureRequest) -> Iterator[DramTier]:
-    make: Callable[[], EvictionPolicy] = request.param
+    make: Callable[[], EvictionPolicy | None] = request.param
     with open_tier(policy=make()) as tier:
         yield tier
 
@@ -200,8 +201,9 @@ def test_fragments_whose_parents_are_elsewhere(tier: DramTier) -> None:
     assert tier.evict(2 * SLOTS) == SLOTS
     assert_at_rest(tier, ready=0)
     policy = tier._policy
-    assert isinstance(policy, LRUPolicy | ReusePolicy)
-    assert not policy._children
+    if policy is not None:
+        assert isinstance(policy, LRUPolicy | ReusePolicy)
+        assert not policy._children
 
 
 def test_memory_stays_flat_over_many_cycles(tier: DramTier, count: Count) -> None:

@@ -12,6 +12,8 @@ from kvpool.tiers.ssd import SsdTier
 
 
 class SsdTierMachine(TierMachine):
+    keeps_tokens = False
+
     def open_tier(self) -> Tier:
         self.folder = tempfile.TemporaryDirectory()
         return SsdTier(

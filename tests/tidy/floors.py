@@ -27,6 +27,7 @@ FLOORS: Mapping[str, int] = {
     "kvpool.operations": 2,
     "kvpool.reservation": 2,
     "kvpool.pool": 2,
+    "kvpool.pools": 2,
     "kvpool.client": 2,
     "kvpool.integration": 3,
     "kvpool.server": 4,
@@ -41,6 +42,7 @@ _POOL_PARTS = frozenset({"kvpool.leases", "kvpool.operations", "kvpool.reservati
 SIDEWAYS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(_POOL_PARTS, frozenset({"kvpool.base"})),
     "kvpool.pool": frozenset({"kvpool.base", *_POOL_PARTS}),
+    "kvpool.pools": frozenset({"kvpool.pool"}),
     "kvpool.client": frozenset({"kvpool.base", "kvpool.pool"}),
 }
 # The facade re-exports names of these floors.

@@ -1,7 +1,10 @@
 import gc
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,6 +14,7 @@ from kvpool.block import BlockLayout, SlotIndex, new_incarnation
 from kvpool.errors import (
     CapacityError,
     ClosedError,
+    ConfigError,
     CorruptionError,
     StaleIncarnationError,
     UsageError,
@@ -194,3 +198,67 @@ def test_close_in_the_middle_of_calls_harms_nobody() -> None:
         for thread in threads:
             thread.join(20)
         assert ends == ["closed", "closed"]
+
+
+# ---- where the memory lies ------------------------------------------------------------------------
+
+
+def test_memory_lies_on_the_node_that_is_asked_for() -> None:
+    """Or it is a ConfigError, where the kernel has no say in it; and other memory does not."""
+    try:
+        arena = Arena(SMALL_LAYOUT, 64, new_incarnation(), numa_node=0)
+    except ConfigError as refused:
+        assert refused.key == "pool.numa_node"
+        return
+    maps = Path("/proc/self/numa_maps").read_text().splitlines()
+    mine = [line for line in maps if "kvpool-arena" in line]
+    assert mine and all("N0=" in line for line in mine)
+    assert not any(" bind" in line for line in maps)  # this thread's next memory is its own again
+    arena.close()
+
+
+@pytest.mark.parametrize("node", [1000, 1 << 20])
+def test_a_node_that_is_not_there_is_refused(node: int) -> None:
+    with pytest.raises(ConfigError, match="numa_node"):
+        Arena(SMALL_LAYOUT, 4, new_incarnation(), numa_node=node)
+    Arena(SMALL_LAYOUT, 4, new_incarnation()).close()
+
+
+def test_locked_memory_is_locked_or_refused() -> None:
+    before = _locked_bytes()
+    try:
+        arena = Arena(SMALL_LAYOUT, 64, new_incarnation(), locked=True)
+    except CapacityError as refused:
+        assert "locked" in str(refused)
+        return
+    assert _locked_bytes() - before >= 64 * SMALL_LAYOUT.block_bytes
+    arena.close()
+    assert _locked_bytes() == before
+
+
+def test_more_than_may_be_locked_is_refused(tmp_path: Path) -> None:
+    """In a process without the right, since root may lock anything."""
+    script = """
+import os, resource
+from kvpool.arena import Arena
+from kvpool.block import new_incarnation
+from kvpool.errors import CapacityError
+from kvpool.testing.blocks import SMALL_LAYOUT
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+if os.getuid() == 0:
+    os.setuid(65534)
+try:
+    Arena(SMALL_LAYOUT, 64, new_incarnation(), locked=True)
+except CapacityError as refused:
+    print(refused)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert "may not be locked" in done.stdout, done.stderr
+
+
+def _locked_bytes() -> int:
+    """Return what /proc says of this process."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmLck"))

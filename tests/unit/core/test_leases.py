@@ -7,7 +7,6 @@ from kvpool.block import new_incarnation
 from kvpool.clock import ManualClock
 from kvpool.config import PoolConfig
 from kvpool.errors import CapacityError, LeaseExpiredError, UsageError
-from kvpool.index.prefix import PrefixIndex
 from kvpool.leases import PoolLeases
 from kvpool.memory import Span
 from kvpool.testing.blocks import SMALL_LAYOUT, key, payload, write
@@ -25,7 +24,7 @@ def clock() -> ManualClock:
 
 @pytest.fixture
 def tier() -> Iterator[DramTier]:
-    with DramTier(Arena(SMALL_LAYOUT, SLOTS, new_incarnation()), PrefixIndex(SLOTS)) as tier:
+    with DramTier(Arena(SMALL_LAYOUT, SLOTS, new_incarnation())) as tier:
         for number in range(SLOTS):
             write(tier, key(number), payload(SMALL_LAYOUT, 1, seed=number))
         yield tier

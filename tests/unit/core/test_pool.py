@@ -20,7 +20,6 @@ from kvpool.errors import (
     UsageError,
 )
 from kvpool.events import BlockEvicted, ListSink
-from kvpool.index.prefix import PrefixIndex
 from kvpool.memory import BlockView, Crcs, Span
 from kvpool.pool import BATCH_BYTES, Pool, batches
 from kvpool.testing.blocks import SMALL_LAYOUT, Payload, namespace, payload, view_of
@@ -75,7 +74,7 @@ class GatedTier(DramTier):
     """Holds every reader at ``crcs`` and every writer at ``reserve_run`` until the gate opens."""
 
     def __init__(self) -> None:
-        super().__init__(Arena(SMALL_LAYOUT, SLOTS, new_incarnation()), PrefixIndex(SLOTS))
+        super().__init__(Arena(SMALL_LAYOUT, SLOTS, new_incarnation()))
         self.gate = threading.Event()
         self.reached = threading.Event()
         self.gate.set()
@@ -225,7 +224,7 @@ def test_the_quota_of_leased_bytes_is_kept() -> None:
             pool.lease(pool.match(chain), 10)
         with pool.lease(pool.match(chain_of(pool, 2)), 10) as lease:
             assert lease.blocks == 2
-        assert pool.stats().extra == {"pins": 0, "lease_bytes": 0}
+        assert pool.stats().extra == {"pins": 0, "lease_bytes": 0, "mismatches": 0}
 
 
 def test_a_lease_of_another_pool_is_refused(pool: Pool) -> None:
@@ -330,3 +329,63 @@ def test_close_ends_what_is_in_flight_and_what_is_queued() -> None:
     for done in started:
         with pytest.raises(ClosedError):
             done.result()
+
+
+# ---- tokens beside blocks -------------------------------------------------------------------------
+
+
+def other_tokens(chain: Chain, block: int) -> Chain:
+    """Return a chain of the same names, one of whose blocks has other tokens: a collision."""
+    assert chain.tokens is not None
+    tokens = chain.tokens.copy()
+    tokens[(block + 1) * SMALL_LAYOUT.block_tokens - 1] += 1
+    return Chain(chain.namespace, chain.hashes, tokens)
+
+
+def test_a_block_of_other_tokens_under_the_same_name_is_a_miss(pool: Pool) -> None:
+    chain = chain_of(pool, 4)
+    blocks = store(pool, chain)
+    asked = other_tokens(chain, 2)
+    with pool.lease(pool.match(asked), 10) as lease:
+        assert lease.blocks == 2
+        out, dest = empty(blocks[:2])
+        assert pool.load(lease, dest, deadline_s=WAIT_S).wait(WAIT_S) == 2
+    np.testing.assert_array_equal(out, blocks[:2])
+    stats = pool.stats()
+    assert (stats.misses, stats.extra["mismatches"], stats.extra["pins"]) == (2, 1, 0)
+    with pool.lease(pool.match(chain), 10) as lease:
+        assert lease.blocks == 4
+
+
+def test_nothing_is_stored_behind_a_block_of_other_tokens(pool: Pool) -> None:
+    chain = chain_of(pool, 5)
+    store(pool, Chain(chain.namespace, chain.hashes[: 3 * 32], chain.block_tokens(0, 3)))
+    blocks = payload(pool.layout, 5, seed=9)
+    source = view_of(SMALL_LAYOUT, blocks)
+    result = pool.store(other_tokens(chain, 1), source, deadline_s=WAIT_S).wait(WAIT_S)
+    assert (result.stored, result.new) == (1, 0)
+    assert "other tokens" in result.refused
+    stats = pool.stats()
+    assert (stats.ready, stats.reserved, stats.extra["pins"]) == (3, 0, 0)
+
+
+def test_a_chain_of_hashes_alone_is_not_compared(pool: Pool) -> None:
+    chain = chain_of(pool, 3)
+    nameless = Chain(chain.namespace, chain.hashes)
+    store(pool, nameless)
+    for asked in (chain, other_tokens(chain, 0), nameless):
+        with pool.lease(pool.match(asked), 10) as lease:
+            assert lease.blocks == 3
+    assert pool.stats().extra["mismatches"] == 0
+
+
+def test_a_chain_keeps_its_own_tokens(pool: Pool) -> None:
+    tokens = np.arange(3 * SMALL_LAYOUT.block_tokens + 5, dtype=np.uint32)
+    chain = pool.chain(namespace(pool.layout), tokens)
+    tokens[:] = 0
+    assert chain == chain_of(pool, 3)
+    assert chain.tokens is not None
+    np.testing.assert_array_equal(chain.tokens, np.arange(3 * SMALL_LAYOUT.block_tokens))
+    np.testing.assert_array_equal(chain.block_tokens(1, 1), [np.arange(16, 32)])
+    with pytest.raises(UsageError, match="partial block"):
+        Chain(chain.namespace, chain.hashes, tokens)

@@ -6,7 +6,6 @@ import pytest
 from kvpool.arena import Arena
 from kvpool.block import new_incarnation
 from kvpool.errors import ClosedError, TransferTimeoutError, UsageError
-from kvpool.index.prefix import PrefixIndex
 from kvpool.memory import Crcs, copy_blocks
 from kvpool.reservation import Reservation
 from kvpool.testing.blocks import SMALL_LAYOUT, key, payload, read, view_of, write
@@ -18,7 +17,7 @@ BLOCKS = payload(SMALL_LAYOUT, 8, seed=1)
 
 @pytest.fixture
 def tier() -> Iterator[DramTier]:
-    with DramTier(Arena(SMALL_LAYOUT, SLOTS, new_incarnation()), PrefixIndex(SLOTS)) as tier:
+    with DramTier(Arena(SMALL_LAYOUT, SLOTS, new_incarnation())) as tier:
         yield tier
 
 

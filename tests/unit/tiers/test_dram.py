@@ -8,7 +8,6 @@ from kvpool.block import BlockHash, SlotIndex, new_incarnation
 from kvpool.clock import ManualClock
 from kvpool.errors import CapacityError, UsageError
 from kvpool.events import BlockEvicted, ListSink
-from kvpool.index.prefix import PrefixIndex
 from kvpool.testing.blocks import SMALL_LAYOUT, key, payload, write
 from kvpool.tiers.dram import DramTier
 
@@ -24,7 +23,7 @@ def events() -> ListSink:
 @pytest.fixture
 def tier(events: ListSink) -> Iterator[DramTier]:
     arena = Arena(SMALL_LAYOUT, SLOTS, new_incarnation())
-    with DramTier(arena, PrefixIndex(SLOTS), clock=ManualClock(), events=events) as tier:
+    with DramTier(arena, clock=ManualClock(), events=events) as tier:
         yield tier
 
 
@@ -124,7 +123,7 @@ def test_keys_that_are_not_whole_are_refused(tier: DramTier) -> None:
 def test_the_clock_decides_what_is_old() -> None:
     clock = ManualClock()
     arena = Arena(SMALL_LAYOUT, SLOTS, new_incarnation())
-    with DramTier(arena, PrefixIndex(SLOTS), clock=clock) as tier:
+    with DramTier(arena, clock=clock) as tier:
         for number in range(SLOTS):
             put(tier, number)
             clock.advance(1)

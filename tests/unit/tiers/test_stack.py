@@ -12,7 +12,6 @@ import pytest
 from kvpool.arena import Arena
 from kvpool.block import BlockHash, new_incarnation
 from kvpool.errors import CapacityError, ClosedError, UnavailableError
-from kvpool.index.prefix import PrefixIndex
 from kvpool.memory import Span
 from kvpool.testing.blocks import SMALL_LAYOUT, key, payload, read, write
 from kvpool.testing.slow_store import FaultyStore
@@ -35,7 +34,7 @@ LIMITS = FlushLimits(
 
 
 def open_stack(folder: Path, limits: FlushLimits = LIMITS, ssd_slots: int = 64) -> StackTier:
-    fast = DramTier(Arena(SMALL_LAYOUT, SLOTS, new_incarnation()), PrefixIndex(SLOTS))
+    fast = DramTier(Arena(SMALL_LAYOUT, SLOTS, new_incarnation()))
     slow = FaultyStore(SsdTier(folder, SMALL_LAYOUT, ssd_slots, threads=2, timeout_s=PATIENCE_S))
     return StackTier(fast, slow, limits, durable_bytes_max=16 * BLOCK)
 
