@@ -120,10 +120,34 @@ METRICS: Final = (
     ),
     _metric("gauge", "kvpool_server_client_count", "Connected clients."),
     _metric("gauge", "kvpool_server_lease_count", "Leases that are out."),
+    _metric("gauge", "kvpool_server_node_count", "Nodes of the ring, as this server knows them."),
+    _metric("gauge", "kvpool_server_directory_name_count", "Names in this shard of the directory."),
+    _metric(
+        "counter",
+        "kvpool_server_announced_names_total",
+        "Names that other nodes were told this one holds, or holds no more.",
+    ),
+    _metric(
+        "counter",
+        "kvpool_server_moved_names_total",
+        "Names that had to be told to new owners because the ring changed.",
+    ),
+    _metric(
+        "counter",
+        "kvpool_server_refused_names_total",
+        "Names that this shard had no room for: their blocks are not found.",
+    ),
     _metric(
         "counter",
         "kvpool_server_aborted_stores_total",
         "Stores given up because their client was lost or cancelled.",
+    ),
+    _metric(
+        "counter",
+        "kvpool_server_refused_calls_total",
+        "Calls of tenants that were refused: nobody who may call, another tenant's blocks, what only "
+        "an operator may do, a quota of stored or of leased bytes.",
+        reason=("unknown", "tenant", "operator", "store_bytes", "lease_bytes"),
     ),
     _metric(
         "histogram",

@@ -61,6 +61,10 @@ class LeaseTable(Generic[Held]):
         """Bytes held by all clients."""
         return sum(self._client_bytes.values())
 
+    def bytes_of(self, client: ClientId) -> int:
+        """Return the bytes that one client holds."""
+        return self._client_bytes.get(client, 0)
+
     def grant(
         self, client: ClientId, held: Held, size_bytes: int, seconds: float, now: float
     ) -> LeaseId:

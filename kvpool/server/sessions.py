@@ -18,6 +18,7 @@ from kvpool.errors import (
     TransferTimeoutError,
     UsageError,
 )
+from kvpool.server.tenant import calling_tenant
 from kvpool.tiers.lease import LeaseId
 from kvpool.transfer.base import Endpoint
 
@@ -36,6 +37,7 @@ class Session:
     greeted: bool = False
     used_at: float = 0.0
     leases: set[LeaseId] = field(default_factory=set)  # of a client without a connection
+    tenant: str = ""
 
 
 class Sessions:
@@ -82,13 +84,24 @@ class Sessions:
         session = self._sessions[client]
         if not session.greeted and len(self) >= self._clients_max:
             raise CapacityError(f"{self._clients_max} clients are connected: end one first")
-        session.greeted = True
+        tenant = calling_tenant.get().name
+        if session.greeted and session.tenant != tenant:
+            raise StaleIncarnationError("this connection is not known here: connect again")
+        session.greeted, session.tenant = True, tenant
         return session
+
+    def of_tenant(self, tenant: str) -> list[Session]:
+        """Return the sessions of one tenant's clients."""
+        return [session for session in self._sessions.values() if session.tenant == tenant]
 
     def get(self, client: bytes) -> Session:
         """Return a greeted session. Raises StaleIncarnationError: it has ended, connect again."""
         session = self._sessions.get(client)
-        if session is None or not session.greeted:
+        if (
+            session is None
+            or not session.greeted
+            or session.tenant != calling_tenant.get().name  # a name of another tenant's client
+        ):
             raise StaleIncarnationError("this connection is not known here: connect again")
         session.used_at = self._loop.time()
         return session
@@ -101,11 +114,13 @@ class Sessions:
             UsageError: It is no name, or a connection's.
         """
         known = self._sessions.get(client)
-        if len(client) != CLIENT_BYTES or (known is not None and known.endpoint is not None):
+        tenant = calling_tenant.get().name
+        taken = known is not None and (known.endpoint is not None or known.tenant != tenant)
+        if len(client) != CLIENT_BYTES or taken:
             raise UsageError(f"{len(client)} bytes are no new name of a client: use random ones")
         if known is None and len(self) >= self._clients_max:
             raise CapacityError(f"{self._clients_max} clients are connected: end one first")
-        session = known or Session(client, None, greeted=True)
+        session = known or Session(client, None, greeted=True, tenant=tenant)
         session.used_at = self._loop.time()
         self._sessions[client] = session
         return session

@@ -1,0 +1,118 @@
+"""What a tenant may see and use, as the service asks it in each call.
+
+Owns the ledger of blocks by tenant and what is said when something is refused. Whom a call is for is
+in ``calling_tenant``; a caller without a name (this user's own processes) is held to nothing. Used in
+the server's loop alone. Who calls it: the service, and the RPC edge for its gates.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from kvpool.block import HASH_BYTES
+from kvpool.client.rpc import Gate
+from kvpool.errors import CapacityError, UsageError
+from kvpool.metrics import Metrics
+from kvpool.server.quotas import SWEEP_NAMES, TenantLedger
+from kvpool.server.tenant import Authenticator, calling_tenant
+
+logger = logging.getLogger(__name__)
+
+_REFUSED: Final = "kvpool_server_refused_calls_total"
+
+
+class Tenancy:
+    """Checks the calls of tenants, and counts what it refuses."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._ledger: TenantLedger | None = None
+
+    def gate(self, authenticator: Authenticator, *, local: bool) -> Gate:
+        """Return what looks at each call first.
+
+        Args:
+            authenticator: Who may call.
+            local: The address is a socket that only this user can reach: a call that shows nothing
+                is his own.
+        """
+
+        def enter(metadata: Mapping[str, str], peer_names: tuple[str, ...]) -> None:
+            if local and "authorization" not in metadata:
+                return
+            try:
+                calling_tenant.set(authenticator.authenticate(metadata, peer_names))
+            except UsageError:
+                self._count("unknown")
+                raise
+
+        return enter
+
+    def opened(self, slots: int, block_bytes: int, present: Callable[[bytes], int]) -> None:
+        """Make room for as many blocks as the tiers have slots."""
+        self._ledger = TenantLedger(2 * slots, block_bytes, present)
+
+    def tick(self) -> None:
+        """Look for blocks that left. To be called now and then."""
+        if self._ledger is not None:
+            self._ledger.sweep(SWEEP_NAMES)
+
+    def visible(self, hashes: bytes) -> bytes:
+        """Return the leading hashes that the caller may know of."""
+        tenant = calling_tenant.get()
+        if self._ledger is None or not tenant.name:
+            return hashes
+        count = self._ledger.visible(tenant, hashes)
+        if count * HASH_BYTES < len(hashes):
+            self._count("tenant")
+        return hashes[: count * HASH_BYTES]
+
+    def require_own(self, hashes: bytes) -> None:
+        """Raise UsageError if one of the hashes is another tenant's block."""
+        if len(self.visible(hashes)) < len(hashes):
+            raise UsageError(
+                "one of these blocks is another tenant's: name blocks in namespaces with the salt of "
+                "the server's welcome (kvpool.connect does)"
+            )
+
+    def require_operator(self) -> None:
+        """Raise UsageError unless the caller may do what concerns everybody."""
+        tenant = calling_tenant.get()
+        if not tenant.operator:
+            self._count("operator")
+            raise UsageError(
+                f"tenant {tenant.name} is no operator: call this with the token of one "
+                "(tenants.operator = true)"
+            )
+
+    def require_room(self, hashes: bytes) -> None:
+        """Raise CapacityError if the caller may not store these blocks besides what it has."""
+        tenant = calling_tenant.get()
+        if self._ledger is None or not tenant.name:
+            return
+        try:
+            self._ledger.require_room(tenant, hashes)
+        except CapacityError:
+            self._count("store_bytes")
+            raise
+
+    def stored(self, hashes: bytes) -> None:
+        """Take note that blocks of the caller are here."""
+        tenant = calling_tenant.get()
+        if self._ledger is not None and tenant.name and hashes:
+            self._ledger.stored(tenant, hashes)
+
+    def require_leasable(self, leased_bytes: int) -> None:
+        """Raise CapacityError if all clients of the caller together hold too much."""
+        tenant = calling_tenant.get()
+        limit = tenant.lease_bytes_max
+        if limit is not None and leased_bytes > limit:
+            self._count("lease_bytes")
+            raise CapacityError(
+                f"the clients of tenant {tenant.name} would hold {leased_bytes} of {limit} leased "
+                "bytes: release leases first",
+                size_bytes=leased_bytes,
+            )
+
+    def _count(self, reason: str) -> None:
+        self._metrics.count(_REFUSED, reason=reason)

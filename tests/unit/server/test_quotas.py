@@ -1,0 +1,99 @@
+"""The ledger of tenants against a dict: whose each block is, and how much each tenant has."""
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+from kvpool.errors import CapacityError
+from kvpool.server.quotas import TenantLedger
+from kvpool.server.tenant import Tenant
+from kvpool.testing.blocks import key
+
+RED = Tenant(name="red", store_bytes_max=300)
+BLUE = Tenant(name="blue")
+BLOCK_BYTES = 100
+CAPACITY = 16
+
+
+class Scene:
+    def __init__(self) -> None:
+        self.tier: set[bytes] = set()
+        self.ledger = TenantLedger(CAPACITY, BLOCK_BYTES, lambda name: int(name in self.tier))
+
+    def store(self, tenant: Tenant, *numbers: int) -> None:
+        names = b"".join(key(number) for number in numbers)
+        self.ledger.require_room(tenant, names)
+        self.tier.update(key(number) for number in numbers)
+        self.ledger.stored(tenant, names)
+
+
+def _names(*numbers: int) -> bytes:
+    return b"".join(key(number) for number in numbers)
+
+
+def test_another_tenant_sees_nothing_behind_a_block_that_is_not_its_own() -> None:
+    scene = Scene()
+    scene.store(RED, 2, 3)
+    for names, red, blue in (
+        (_names(1, 2, 3), 3, 1),
+        (_names(2), 1, 0),
+        (_names(9, 8), 2, 2),
+        (b"", 0, 0),
+    ):
+        assert scene.ledger.visible(RED, names) == red
+        assert scene.ledger.visible(BLUE, names) == blue
+
+
+def test_a_block_belongs_to_who_stored_it_first() -> None:
+    scene = Scene()
+    scene.store(RED, 1)
+    scene.store(BLUE, 1)
+    assert scene.ledger.used_bytes("red") == 100
+    assert scene.ledger.used_bytes("blue") == 0
+
+
+def test_a_quota_refuses_what_is_beyond_it_and_counts_no_block_twice() -> None:
+    scene = Scene()
+    scene.store(RED, 1, 2, 3)
+    scene.store(RED, 1, 2, 3)
+    with pytest.raises(CapacityError, match="tenant red has 300 of 300 bytes") as caught:
+        scene.store(RED, 4)
+    assert caught.value.size_bytes == 100
+    assert scene.ledger.used_bytes("red") == 300
+    scene.store(BLUE, 4)
+
+
+def test_blocks_that_left_make_room_again() -> None:
+    scene = Scene()
+    scene.store(RED, 1, 2, 3)
+    scene.tier.discard(key(2))
+    scene.store(RED, 4)
+    assert scene.ledger.used_bytes("red") == 300
+    assert scene.ledger.visible(BLUE, _names(2)) == 1
+
+
+STEP = st.tuples(
+    st.sampled_from(["red", "blue", "evict", "sweep"]),
+    st.lists(st.integers(0, 19), min_size=1, max_size=4, unique=True),
+)
+
+
+@given(st.lists(STEP, max_size=60))
+def test_it_agrees_with_a_dict(steps: list[tuple[str, list[int]]]) -> None:
+    scene = Scene()
+    tenants = {"red": Tenant(name="red", store_bytes_max=600), "blue": BLUE}
+    for kind, numbers in steps:
+        if kind == "evict":
+            scene.tier.difference_update(key(number) for number in numbers)
+        elif kind == "sweep":
+            scene.ledger.sweep(numbers[0] + 1)
+        elif len(scene.tier | {key(number) for number in numbers}) <= CAPACITY:
+            try:
+                scene.store(tenants[kind], *numbers)
+            except CapacityError:
+                assert kind == "red"
+        assert scene.ledger.used_bytes("red") <= 600
+    scene.ledger.sweep(CAPACITY)
+    scene.ledger.sweep(CAPACITY)
+    used = scene.ledger.used_bytes("red") + scene.ledger.used_bytes("blue")
+    assert used == len(scene.tier) * BLOCK_BYTES
