@@ -8,6 +8,7 @@ import heapq
 import itertools
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Final
@@ -16,6 +17,20 @@ Call = Callable[[], None]
 
 # Longest wait of a thread with nothing to do.
 _IDLE_S: Final = 60.0
+
+
+def weakly(method: Call) -> Call:
+    """Return a call of a bound method that keeps nothing alive, and does nothing once that is gone.
+
+    For timers that seldom matter: a timeout of 5 s would keep each connection of the last 5 s.
+    """
+    target = weakref.WeakMethod(method)
+
+    def call() -> None:
+        if (living := target()) is not None:
+            living()
+
+    return call
 
 
 class Calls:

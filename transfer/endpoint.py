@@ -28,6 +28,7 @@ from kvpool.transfer.base import (
     RemoteSlots,
 )
 from kvpool.transfer.engine import CopyEngine
+from kvpool.transfer.forked import in_child
 from kvpool.transfer.pull import BlockPull, SpanPull
 
 logger = logging.getLogger(__name__)
@@ -110,6 +111,12 @@ class LinkedEndpoint(Endpoint):
                 logger.exception("an on_lost callback failed")
         self._release()
         return True
+
+    def after_fork(self) -> None:
+        """Be ended in a child; see ``forked``. No callback runs."""
+        self._changed = threading.Condition()
+        self._lost = in_child()
+        self._on_lost = []
 
     def _require_alive(self) -> None:
         """Raise what ended this endpoint. Under the condition."""

@@ -43,6 +43,7 @@ from kvpool.transfer.descriptor import (
 )
 from kvpool.transfer.endpoint import REGIONS_MAX
 from kvpool.transfer.engine import CopyEngine
+from kvpool.transfer.forked import close_in_children
 from kvpool.transfer.host_endpoint import HostEndpoint
 from kvpool.transfer.mailbox import RECORD_COUNT, Mailbox
 from kvpool.transfer.progress import ProgressLoop
@@ -85,6 +86,7 @@ class HostTransport(Transport):
         self._on_connect: Callable[[Endpoint], None] | None = None
         self._engine = CopyEngine(f"{name}-copy", threads=copy_threads)
         self._loop = ProgressLoop(f"{name}-progress")
+        close_in_children(self)
 
     def register(self, arena: Arena) -> RegionDescriptor:
         """Let peers map an arena, those that come and those that are connected."""
@@ -151,6 +153,15 @@ class HostTransport(Transport):
             for _, fd in self._regions:
                 os.close(fd)
             self._regions = []
+
+    def after_fork(self) -> None:
+        """Be closed in a child; see ``forked``. The peers stay the parent's."""
+        self._lock = threading.Lock()
+        self._closed = True
+        for endpoint in list(self._endpoints):
+            endpoint.after_fork()
+        self._engine.after_fork()
+        self._loop.after_fork()
 
     def _require_open(self) -> None:
         if self._closed:

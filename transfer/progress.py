@@ -88,6 +88,11 @@ class ProgressLoop:
         """Run ``call`` once after ``seconds``. A closed loop drops it."""
         heapq.heappush(self._timers, (time.monotonic() + seconds, next(self._order), call))
 
+    def after_fork(self) -> None:
+        """Be closed in a child, which has no such thread; see ``forked``."""
+        self._lock = threading.Lock()
+        self._closing = True
+
     def close(self, timeout_s: float = 5.0) -> None:
         """Run what was posted, then end the thread. Idempotent. Not from the loop's own thread."""
         if self.on_thread():

@@ -24,6 +24,7 @@ from kvpool.errors import (
 )
 from kvpool.memory import BlockView, Crcs, Span
 from kvpool.transfer.base import RegionDescriptor, RemoteSlots
+from kvpool.transfer.calls import weakly
 from kvpool.transfer.endpoint import CLOSE_TIMEOUT_S, LinkedEndpoint, require_notification
 from kvpool.transfer.ucx_connection import UcxConnection
 from kvpool.transfer.ucx_engine import UcxEngine
@@ -96,7 +97,7 @@ class UcxEndpoint(LinkedEndpoint):
         self.connection.on_lost(self._gone)
         self.tell_regions(ours)
         self._say(Welcome(PROTOCOL_VERSION))
-        self._engine.call_later(WELCOME_TIMEOUT_S, self._require_welcome)
+        self._engine.call_later(WELCOME_TIMEOUT_S, weakly(self._require_welcome))
 
     def tell_regions(self, ours: Sequence[Offer]) -> None:
         """Tell the peer of regions that it has not been told of."""
@@ -288,7 +289,7 @@ class UcxEndpoint(LinkedEndpoint):
     def _release(self) -> None:
         if isinstance(self._lost, ClosedError) and self.connection.alive():
             self._say(Bye())
-            self._engine.call_later(_BYE_TIMEOUT_S, self.connection.close)
+            self._engine.call_later(_BYE_TIMEOUT_S, weakly(self.connection.close))
         else:
             self.connection.close()
 

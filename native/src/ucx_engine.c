@@ -84,7 +84,11 @@ void kvp_slot_give(kvp_endpoint *endpoint)
 void kvp_event_push(kvp_ucx *engine, const kvp_ucx_event *event)
 {
     /* Always room: the ring holds an event a batch and a read, and OPENED, CLOSED and a window of notes an
-     * endpoint slot. */
+     * endpoint slot. An empty one begins anew, so that few events touch few pages: going on round it
+     * took 6 KiB of memory for each connection, until all 15 MiB had been touched. */
+    if (engine->event_count == 0) {
+        engine->event_head = 0;
+    }
     size_t at = (engine->event_head + engine->event_count) % engine->event_capacity;
     engine->events[at] = *event;
     engine->event_count++;

@@ -1,8 +1,9 @@
 """Calls and timers of a thread that waits for something else."""
 
+import weakref
 from functools import partial
 
-from kvpool.transfer.calls import Calls
+from kvpool.transfer.calls import Calls, weakly
 
 
 def test_posted_calls_come_in_order_and_wake() -> None:
@@ -43,3 +44,21 @@ def test_nothing_is_run_after_the_stop() -> None:
     calls.call_later(0.0, lambda: None)
     assert calls.due() == []
     assert calls.sleep_s() > 1
+
+
+def test_a_weak_call_keeps_nothing_alive() -> None:
+    class Target:
+        def __init__(self) -> None:
+            self.called = 0
+
+        def method(self) -> None:
+            self.called += 1
+
+    target = Target()
+    gone = weakref.ref(target)
+    call = weakly(target.method)
+    call()
+    assert target.called == 1
+    del target
+    assert gone() is None
+    call()

@@ -84,8 +84,9 @@ def wait_until(condition: Callable[[], bool]) -> None:
 
 
 def ends_with(completion: Completion[int], error: type[KVPoolError]) -> None:
+    wait_until(completion.done)  # a wait would copy
     with pytest.raises(error):
-        completion.wait(WAIT_S)
+        completion.result()
 
 
 def test_all_batches_are_copied_once(engine: CopyEngine) -> None:
@@ -304,3 +305,48 @@ def test_bad_input(engine: CopyEngine) -> None:
     for deadline_s in (float("inf"), float("nan")):
         with pytest.raises(UsageError):
             engine.submit(Steps(1), None, deadline_s)
+
+
+def test_who_waits_copies_too() -> None:
+    """With every thread of the engine in another read, the waiter's read ends all the same."""
+    engine = one_thread()
+    long, short = Steps(2), Steps(3)
+    running = engine.submit(long, None, WAIT_S)
+    long.wait_begun()
+    waited = engine.submit(short, None, WAIT_S)
+    short.let_go(3)
+    assert waited.wait(WAIT_S) == 3
+    assert not running.done()
+    long.let_go(2)
+    assert running.wait(WAIT_S) == 2
+    engine.close()
+
+
+def test_a_wait_that_may_not_take_time_copies_nothing() -> None:
+    engine = one_thread()
+    long, short = Steps(1), Steps(1)
+    running = engine.submit(long, None, WAIT_S)
+    long.wait_begun()
+    queued = engine.submit(short, None, WAIT_S)
+    with pytest.raises(TransferTimeoutError):
+        queued.wait(0.0)
+    assert short.copied == []
+    long.let_go(1)
+    short.let_go(1)
+    assert [running.wait(WAIT_S), queued.wait(WAIT_S)] == [1, 1]
+    engine.close()
+
+
+def test_who_helped_keeps_no_read(engine: CopyEngine) -> None:
+    steps = Steps(1)
+    steps.let_go(1)
+    kept = engine.submit(steps, None, WAIT_S)
+    assert kept.wait(WAIT_S) == 1
+    gone = weakref.ref(steps)
+    gc.disable()
+    try:
+        del steps
+        wait_until(lambda: gone() is None)
+    finally:
+        gc.enable()
+    assert kept.done()

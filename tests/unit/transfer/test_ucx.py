@@ -6,6 +6,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -254,6 +255,23 @@ def test_connections_leave_nothing_behind(owner: UcxTransport) -> None:
         until(lambda: (len(os.listdir("/proc/self/fd")), threading.active_count()) <= before)
         assert reader.counts()["batches"] == 0
     arena.close()
+
+
+def test_connections_that_come_and_go_take_no_memory() -> None:
+    """Neither timers, which would keep endpoints, nor a ring that always goes on to fresh pages."""
+
+    def resident_pages() -> int:
+        return int(Path("/proc/self/statm").read_text().split()[1])
+
+    with UcxTransport("owner") as owner, UcxTransport("reader") as reader:
+        address = owner.listen(ANYWHERE, lambda endpoint: None)
+        for _ in range(40):
+            reader.connect(address, WAIT_S).close()
+        before = resident_pages()
+        for _ in range(100):
+            reader.connect(address, WAIT_S).close()
+        # 12 to 28 KiB each while either was wrong: 300 pages and more.
+        assert resident_pages() - before < 200
 
 
 # ---- peers that mean harm -------------------------------------------------------------------------
