@@ -43,6 +43,7 @@ def open_transport(
         host=settings.ucx_host,
         trusted_network=settings.trusted_network,
         advertise=settings.advertise or None,
+        library=settings.ucx_library or None,
     )
 
 

@@ -56,15 +56,17 @@ class _Probe:
         self.over = threading.Event()
 
 
-def parse_address(address: str) -> tuple[str, int]:
+def parse_address(address: str, scheme: str = SCHEME) -> tuple[str, int]:
     """Split "ucx://HOST:PORT" into a numeric host and a port. An IPv6 host stands in brackets.
 
     Raises:
         UsageError: It is not of this form.
     """
-    host, colon, port = address.removeprefix(SCHEME).rpartition(":")
-    if not address.startswith(SCHEME) or not colon or not port.isdecimal() or int(port) > 65535:
-        raise UsageError(f"{address} is not ucx://HOST:PORT: both sides need the same --transport")
+    host, colon, port = address.removeprefix(scheme).rpartition(":")
+    if not address.startswith(scheme) or not colon or not port.isdecimal() or int(port) > 65535:
+        raise UsageError(
+            f"{address} is not {scheme}HOST:PORT: both sides need the same --transport"
+        )
     host = host.removeprefix("[").removesuffix("]")
     try:
         ipaddress.ip_address(host)
@@ -73,9 +75,9 @@ def parse_address(address: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def format_address(host: str, port: int) -> str:
+def format_address(host: str, port: int, scheme: str = SCHEME) -> str:
     """Return the address that ``parse_address`` reads."""
-    return f"{SCHEME}[{host}]:{port}" if ":" in host else f"{SCHEME}{host}:{port}"
+    return f"{scheme}[{host}]:{port}" if ":" in host else f"{scheme}{host}:{port}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,6 +282,11 @@ class UcxTransport(Transport):
             put_bytes=counts["put_bytes"],
             coalesced=counts["coalesced"],
         )
+
+    @property
+    def library(self) -> str:
+        """Path of the libucp that is used; why it is the one is in the log."""
+        return self._engine.library
 
     def put_protocol(self) -> str:
         """Return how libucp carries puts, in its words; empty until one has had to wait."""

@@ -140,6 +140,9 @@ class TransferSettings(Section):
             "process's memory"
         ),
     ] = False
+    ucx_library: Annotated[
+        str, msgspec.Meta(description="Path of the libucp to load; empty: chosen, see kvpool doctor")
+    ] = ""
 
 
 class MemberSettings(Section):

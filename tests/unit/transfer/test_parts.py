@@ -208,3 +208,53 @@ def test_blocks_that_cannot_be_seen_as_smaller_ones() -> None:
     with pytest.raises(LayoutMismatchError, match="cannot be seen"):
         part_view(view, Part(layout), Part(replace(layout, block_tokens=16)))
     assert part_view(view, Part(layout), Part(layout)).block_stride == view.block_stride
+
+
+@pytest.mark.parametrize(("latent", "rope"), [(64, 8), (72, 0)])
+def test_one_latent_head_in_blocks_of_other_sizes(wire: Wire, latent: int, rope: int) -> None:
+    """MLA: a row of the cache is a latent and, beside it, a narrower rotary part; or one of both."""
+    layout = replace(part(32).layout, kv_heads=1, k_dim=latent, v_dim=rope)
+    sent, width = TOKENS // 32, latent + rope
+    cache: Numbers = np.random.default_rng(3).random((LAYERS, sent, 32, width), dtype=np.float32)
+    layer, block, token, dim = cache.strides
+    sender = BlockView(
+        layout=layout,
+        base=Span.of(cache).address,
+        block_stride=block,
+        layer_stride=layer,
+        head_stride=token,
+        kv_stride=latent * dim,
+        k_token_stride=token,
+        v_token_stride=token,
+        block_ids=np.arange(sent, dtype=np.uint64)[::-1].copy(),
+        owner=cache,
+    )
+    smaller = replace(layout, block_tokens=16)
+    room = np.zeros((2 * sent, smaller.block_bytes), dtype=np.uint8)
+    common = common_part(Part(layout), Part(smaller))
+    assert common == Part(smaller)
+    source = part_view(sender, Part(layout), common)
+    one_layer = slice_layout(smaller)
+    wire.outboxes[one_layer] = Outbox(wire.here, one_layer, 8)
+    expected = wire.receiving.expect(
+        "mla", BlockView.of_buffer(smaller, Span.of(room)), deadline_s=WAIT_S
+    )
+    stream = wire.sending.open(
+        wire.endpoint, "mla", wire.outboxes[one_layer], smaller, len(source), deadline_s=WAIT_S
+    )
+    for number in range(LAYERS):
+        stream.send(number, 0, source, chunk=0)
+    stream.finish(b"", deadline_s=WAIT_S)
+    expected.completion.wait(WAIT_S)
+    # Canonical: all rows of K, then all of V. The sender's blocks went last first.
+    rows = cache[:, ::-1].reshape(LAYERS, 2 * sent, 16, width)
+    flat = np.concatenate(
+        [
+            rows[..., :latent].reshape(LAYERS, 2 * sent, -1),
+            rows[..., latent:].reshape(LAYERS, 2 * sent, -1),
+        ],
+        axis=2,
+    )
+    np.testing.assert_array_equal(
+        room.view(np.float32).reshape(2 * sent, LAYERS, -1), flat.transpose(1, 0, 2)
+    )

@@ -8,7 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from kvpool.config import TransferConfig
+from kvpool.errors import ConfigError
 from kvpool.transfer import ucx_library
+from kvpool.transfer.choice import open_transport
+from kvpool.transfer.ucx import UcxTransport
 from kvpool.transfer.ucx_library import Candidate, choose_library, decide, system, wheel
 
 WHEEL = Candidate("/wheel/libucp.so", (1, 22, 0), ("cma", "cuda"))
@@ -169,3 +173,14 @@ def in_a_process(code: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1]
+
+
+@pytest.mark.ucx
+def test_the_configuration_names_the_library() -> None:
+    of_wheel = wheel()
+    assert of_wheel is not None
+    with open_transport("ucx", "named", TransferConfig(ucx_library=of_wheel.path)) as transport:
+        assert isinstance(transport, UcxTransport)
+        assert transport.library == of_wheel.path
+    with pytest.raises(ConfigError, match="libucp"):
+        open_transport("ucx", "named", TransferConfig(ucx_library="/nowhere/libucp.so"))
