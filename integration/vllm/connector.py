@@ -1,0 +1,216 @@
+"""KvpoolConnector: what vLLM loads as ``kv_connector``, with this module as its module path.
+
+Owns the pool's life in this process, and hands vLLM's calls to the side that it was made for. Keeps
+vLLM's rules: nothing waits on the scheduler's path; a request whose load ended is named once;
+blocks are the engine's again when a step is over, so nothing delays their being freed. Who calls
+it: vLLM's scheduler and model runner.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from kvpool.clock import SystemClock
+from kvpool.integration.vllm.engine import (
+    read_namespace,
+    read_shape,
+    require_one_process,
+    require_supported,
+)
+from kvpool.integration.vllm.lookup import Lookups
+from kvpool.integration.vllm.options import read_options
+from kvpool.integration.vllm.plan import StepPlan
+from kvpool.integration.vllm.pools import POOLS, attach_pool
+from kvpool.integration.vllm.scheduler import SchedulerSide
+from kvpool.integration.vllm.stats import KvpoolPromMetrics, KvpoolStats
+from kvpool.integration.vllm.worker import WorkerSide
+
+
+class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]  # vLLM has no types here
+    """The plan of one step, as vLLM carries it from the scheduler to the workers."""
+
+    def __init__(self, plan: StepPlan) -> None:
+        self.plan = plan
+
+
+class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  # no types here
+    """See the module; ``docs/vllm.md`` for its settings.
+
+    Raises:
+        ConfigError: A setting is wrong, or this engine is not supported.
+        PeerUnreachableError, TransferTimeoutError: There is no kvpool-server in ``run_dir``.
+    """
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        require_supported(vllm_config)
+        self._options = read_options(self._kv_transfer_config.kv_connector_extra_config)
+        if self._options.run_dir is None:
+            require_one_process(vllm_config)
+        self._shape = read_shape(vllm_config, kv_cache_config)
+        self._engine = str(self._kv_transfer_config.engine_id)
+        self._pool = attach_pool(self._engine, self._options, self._shape.layout)
+        self._lookups: Lookups | None = None
+        self._scheduler: SchedulerSide | None = None
+        self._worker: WorkerSide | None = None
+        self._plan: StepPlan | None = None
+        try:
+            if role is KVConnectorRole.SCHEDULER:
+                self._scheduler = self._make_scheduler(vllm_config, kv_cache_config)
+        except BaseException:
+            self.shutdown()
+            raise
+
+    def _make_scheduler(self, vllm_config: Any, kv_cache_config: Any) -> SchedulerSide:
+        options, shape = self._options, self._shape
+        namespace = read_namespace(vllm_config, kv_cache_config, shape, options.salt)
+        if self._pool is not None:
+            patience_s = options.lookup_timeout_s
+            self._lookups = Lookups(self._pool, shape, SystemClock(), patience_s)
+        return SchedulerSide(shape, namespace, self._lookups)
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        """Whether a store that did not happen is an error: no, it is a later miss."""
+        return False
+
+    def shutdown(self) -> None:
+        """End the threads of this side, and close the pool if the other side has. Idempotent."""
+        lookups, self._lookups = self._lookups, None
+        worker, self._worker = self._worker, None
+        pool, self._pool = self._pool, None
+        if lookups is not None:
+            lookups.close()
+        if worker is not None:
+            worker.close()
+        if pool is not None:
+            POOLS.detach(self._engine)
+
+    # ---- scheduler -------------------------------------------------------------------------------
+
+    def on_new_request(self, request: Any) -> None:
+        """Start to look for a request's prefix."""
+        assert self._scheduler is not None
+        self._scheduler.arrived(request)
+
+    def get_num_new_matched_tokens(
+        self, request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """Return tokens that can be loaded, None while the pool has not answered."""
+        assert self._scheduler is not None
+        return self._scheduler.matched(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Order the load of a request that was given blocks."""
+        assert self._scheduler is not None
+        self._scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        """Write the orders of this step."""
+        assert self._scheduler is not None
+        return StepMetadata(self._scheduler.plan(scheduler_output))
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Note which loads failed."""
+        assert self._scheduler is not None
+        self._scheduler.failed(sorted(connector_output.failed_recving or ()))
+
+    def request_finished(
+        self, request: Any, block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a request. Its blocks can be freed at once."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: Sequence[list[int]]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Forget a request. Its blocks can be freed at once."""
+        assert self._scheduler is not None
+        self._scheduler.finished(request)
+        return False, None
+
+    def reset_cache(self) -> bool:
+        """Find nothing that was stored before."""
+        assert self._scheduler is not None
+        self._scheduler.reset()
+        return True
+
+    # ---- worker ----------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        """Take the engine's tensors."""
+        if self._pool is not None:
+            rank = get_tensor_model_parallel_rank()
+            self._worker = WorkerSide(self._pool, self._shape, rank, self._options, kv_caches)
+
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """Take the orders of a step."""
+        super().bind_connector_metadata(connector_metadata)
+        assert isinstance(connector_metadata, StepMetadata)
+        self._plan = connector_metadata.plan
+        if self._worker is not None:
+            self._worker.begin_step(self._plan)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Start the loads of a step."""
+        if self._worker is not None and self._plan is not None:
+            self._worker.start_loads(self._plan)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Do nothing: a request is scheduled when all of its load is over."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Start to copy a layer out."""
+        if self._worker is not None:
+            self._worker.save_layer(layer_name)
+
+    def wait_for_save(self) -> None:
+        """Wait until this step's blocks are copied out; they are stored in the background."""
+        if self._worker is not None:
+            self._worker.finish_step()
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return the requests whose loads have ended, and which of them failed."""
+        if self._worker is None:
+            return KVConnectorTransferResults()
+        ended, failed = self._worker.take_ended()
+        return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
+
+    # ---- counts ----------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> KvpoolStats | None:
+        """Return and clear what this worker counted."""
+        if self._worker is None:
+            return None
+        stats = KvpoolStats(data=dict(self._worker.counts()))
+        return None if stats.is_empty() else stats
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvpoolStats:
+        """Make counts out of what came from a worker."""
+        return KvpoolStats(data=dict(data or {}))
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: Any,
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KvpoolPromMetrics:
+        """Make the counters that Prometheus reads."""
+        return KvpoolPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -1,0 +1,142 @@
+"""Loads: blocks come out of the pool, are verified in slots, and only then enter the engine's cache.
+
+Owns the threads of loads and how each ended. Exactly one end is reported for each order, whatever
+happens: vLLM keeps a request's blocks until then. A load ends within its deadline; slots that the
+pool may still write stay out of use until it is done. Who calls it: the worker's side.
+"""
+
+import logging
+import threading
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from kvpool.base import BlockPool, Lease, Match
+from kvpool.block import Namespace
+from kvpool.completion import Deadline
+from kvpool.errors import KVPoolError, TransferTimeoutError
+from kvpool.integration.vllm.cache import GroupCache
+from kvpool.integration.vllm.plan import LoadOrder
+from kvpool.integration.vllm.shape import BlockRun, EngineShape, part_chain
+from kvpool.integration.vllm.slots import Slots
+
+logger = logging.getLogger(__name__)
+
+_THREADS: Final = 2
+# A lease outlives the load's deadline by this much.
+_LEASE_SPARE_S: Final = 1.0
+
+
+class Loader:
+    """Safe from the worker's thread; ``_lock`` guards what has ended and the counts.
+
+    Args:
+        pool: Gives the blocks.
+        shape, rank: What this worker needs of them.
+        caches: The engine's tensors by group.
+        slots: Where blocks are verified.
+        timeout_s: Of one load.
+    """
+
+    def __init__(
+        self,
+        pool: BlockPool,
+        shape: EngineShape,
+        rank: int,
+        caches: Mapping[int, GroupCache],
+        slots: Slots,
+        timeout_s: float,
+    ) -> None:
+        self._pool = pool
+        self._shape = shape
+        self._rank = rank
+        self._caches = caches
+        self._slots = slots
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._ended: set[str] = set()
+        self._failed: set[str] = set()
+        self._loaded = 0
+        self._failures = 0
+        self._threads = ThreadPoolExecutor(_THREADS, "kvpool-load")
+
+    def start(self, namespace: Namespace, order: LoadOrder) -> None:
+        """Start a load. Never waits."""
+        self._threads.submit(self._run, namespace, order, Deadline(self._timeout_s))
+
+    def take_ended(self) -> tuple[set[str], set[str]]:
+        """Return the requests whose loads ended since the last call, and those that failed."""
+        with self._lock:
+            ended, self._ended = self._ended, set()
+            failed, self._failed = self._failed, set()
+            return ended, failed
+
+    def counts(self) -> dict[str, int]:
+        """Return and clear how many blocks were loaded and how many loads failed."""
+        with self._lock:
+            counts = {"loaded_blocks": self._loaded, "failed_loads": self._failures}
+            self._loaded = self._failures = 0
+            return counts
+
+    def close(self) -> None:
+        """End the threads. Loads under way end with the pool, or at their deadline."""
+        self._threads.shutdown(wait=True, cancel_futures=True)
+
+    def _run(self, namespace: Namespace, order: LoadOrder, deadline: Deadline) -> None:
+        whole = False
+        try:
+            whole = all(self._load(namespace, run, deadline) for run in order.runs)
+        except KVPoolError as error:
+            logger.warning("a load failed, the request is computed: %s", error)
+        except Exception:
+            logger.exception("a load failed, the request is computed")
+        with self._lock:
+            self._ended.add(order.request)
+            if whole:
+                self._loaded += sum(len(run.block_ids) for run in order.runs)
+            else:
+                self._failed.add(order.request)
+                self._failures += 1
+
+    def _load(self, namespace: Namespace, run: BlockRun, deadline: Deadline) -> bool:
+        """Load one run; say whether all of it came."""
+        part = self._shape.groups[run.group].parts[self._rank]
+        chain = part_chain(namespace, part, run.hashes)
+        seconds = deadline.remaining_s() + _LEASE_SPARE_S
+        with self._pool.lease(Match(chain, len(chain)), seconds) as lease:
+            if lease.blocks < len(chain):
+                return False
+            begin = 0
+            while begin < len(chain):
+                slots = self._slots.wait_take(len(chain) - begin, deadline)
+                if not self._load_some(lease, run, begin, slots, deadline):
+                    return False
+                begin += len(slots)
+        return True
+
+    def _load_some(
+        self, lease: Lease, run: BlockRun, begin: int, slots: list[int], deadline: Deadline
+    ) -> bool:
+        """Load as many blocks as there are slots, and give the slots back when the pool is done."""
+        view = self._slots.view(slots)
+        try:
+            done = self._pool.load(lease, view, first=begin, deadline_s=deadline.remaining_s())
+        except BaseException:
+            self._slots.give_back(slots)
+            raise
+        copied = False
+        try:
+            delivered = done.wait(deadline.remaining_s())
+            if delivered < len(slots):
+                return False
+            block_ids = run.block_ids[begin : begin + len(slots)]
+            self._caches[run.group].copy_in(block_ids, view)
+            copied = True
+            return True
+        except TransferTimeoutError:
+            done.cancel()
+            raise
+        finally:
+            if not copied:
+                logger.debug("%d blocks did not come", len(slots))
+            done.add_done_callback(lambda: self._slots.give_back(slots))

@@ -1,0 +1,92 @@
+"""What ``kv_connector_extra_config`` may say. Owns the names, defaults and limits of its settings.
+
+Never reads the environment. Who calls it: the connector.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from kvpool.config import parse_size
+from kvpool.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ConnectorOptions:
+    """The connector's settings. One of ``run_dir`` and ``dram_bytes`` is given.
+
+    Attributes:
+        run_dir: Of the kvpool-server of this host; None means a pool inside the engine.
+        dram_bytes: DRAM of the pool inside the engine; 0 with a server.
+        ssd, ssd_bytes: Folder and room of its SSD tier; None means none.
+        staging_bytes: Memory through which blocks pass on their way in, and as much on the way out;
+            0 means twice what one step of the engine can complete.
+        salt: Secret of the tenant: engines with another one find nothing of this one's.
+        lookup_timeout_s: How long a request waits to be told what the pool has of it.
+        load_timeout_s: How long it waits for blocks before they are computed instead.
+        store_timeout_s: How long blocks may be on their way into the pool.
+    """
+
+    run_dir: Path | None = None
+    dram_bytes: int = 0
+    ssd: Path | None = None
+    ssd_bytes: int = 0
+    staging_bytes: int = 0
+    salt: str = ""
+    lookup_timeout_s: float = 0.1
+    load_timeout_s: float = 5.0
+    store_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if (self.run_dir is None) == (self.dram_bytes == 0):
+            raise ConfigError(
+                'give kv_connector_extra_config either "run_dir" (of a kvpool-server) or "dram" '
+                "(of a pool inside the engine)",
+                key="run_dir",
+            )
+        if (self.ssd is None) != (self.ssd_bytes == 0) or (self.ssd and self.run_dir):
+            raise ConfigError(
+                '"ssd" and "ssd_bytes" go together, and with "dram": a server has its own flags',
+                key="ssd",
+            )
+        for name in ("lookup_timeout_s", "load_timeout_s", "store_timeout_s"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}: it must be above 0", key=name)
+
+
+def _size(name: str) -> Callable[[Any], int]:
+    return lambda value: parse_size(str(value), key=name)
+
+
+# Setting -> (field, how a JSON value becomes the field's).
+_SETTINGS: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {
+    "run_dir": ("run_dir", Path),
+    "dram": ("dram_bytes", _size("dram")),
+    "ssd": ("ssd", Path),
+    "ssd_bytes": ("ssd_bytes", _size("ssd_bytes")),
+    "staging": ("staging_bytes", _size("staging")),
+    "salt": ("salt", str),
+    "lookup_timeout_s": ("lookup_timeout_s", float),
+    "load_timeout_s": ("load_timeout_s", float),
+    "store_timeout_s": ("store_timeout_s", float),
+}
+
+
+def read_options(extra: Mapping[str, Any]) -> ConnectorOptions:
+    """Read ``kv_connector_extra_config``.
+
+    Raises:
+        ConfigError: A setting is unknown, malformed, or contradicts another.
+    """
+    values: dict[str, Any] = {}
+    for name, value in extra.items():
+        if name not in _SETTINGS:
+            known = ", ".join(_SETTINGS)
+            raise ConfigError(f"unknown setting {name!r}: the connector has {known}", key=name)
+        target, convert = _SETTINGS[name]
+        try:
+            values[target] = convert(value)
+        except (TypeError, ValueError) as wrong:
+            raise ConfigError(f"{name} is {value!r}: {wrong}", key=name) from wrong
+    return ConnectorOptions(**values)

@@ -1,0 +1,179 @@
+"""One engine with a pool inside it: the same tokens, wherever the KV comes from; nothing leaks."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from vllm import SamplingParams
+
+from tests.conftest import Count
+from tests.server_process import until
+from tests.vllm.conftest import prompts
+from tests.vllm.engines import BLOCK_TOKENS, Answer, Engine
+
+PROMPTS = [*prompts(180, 200, 321, 64, 20), *prompts(300, 310, 320, seed=1, shared=290)]
+
+
+def ideal(prompt: list[int]) -> int:
+    """Tokens of a prompt that need not be computed when all of it is in the pool."""
+    return (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def tokens(answers: list[Answer]) -> list[tuple[int, ...]]:
+    return [answer.tokens for answer in answers]
+
+
+@pytest.fixture(scope="module")
+def alone(llama: Path) -> list[Answer]:
+    """What the engine answers without kvpool."""
+    with Engine(llama, None) as engine:
+        return [engine.generate(prompt)[0] for prompt in PROMPTS]
+
+
+@pytest.fixture(scope="module")
+def engine(llama: Path, alone: list[Answer]) -> Iterator[Engine]:
+    with Engine(llama, {"dram": "64MiB"}) as engine:
+        yield engine
+
+
+def at_rest(engine: Engine) -> None:
+    """Wait until nothing is under way, then demand that nothing is held anywhere."""
+    until(lambda: not engine.llm.llm_engine.has_unfinished_requests(), "the end of all requests")
+    for _ in range(3):  # what the scheduler says to the worker at the end
+        engine.llm.llm_engine.step()
+    side, pool = engine.worker_side, engine.connector._pool
+    until(lambda: side.saving_slots.free == side.saving_slots.count, "the end of stores")
+    until(lambda: side.loading_slots.free == side.loading_slots.count, "the end of loads")
+    until(lambda: pool.stats().leases == 0, "the end of leases")
+    stats = pool.stats()
+    assert (stats.reserved, stats.quarantined, stats.extra["pins"]) == (0, 0, 0)
+    assert not engine.scheduler.requests
+    assert not engine.connector._scheduler._tracked
+    assert not engine.connector._lookups._asked
+    engine.forget()
+    assert engine.free_blocks() == engine.scheduler.kv_cache_config.num_blocks - 1  # null block
+
+
+def test_cold_then_warm(engine: Engine, alone: list[Answer]) -> None:
+    cold = [engine.generate(prompt)[0] for prompt in PROMPTS]
+    assert tokens(cold) == tokens(alone)
+    at_rest(engine)
+    warm = [engine.generate(prompt)[0] for prompt in PROMPTS]
+    assert tokens(warm) == tokens(alone)
+    assert [answer.cached for answer in warm][:5] == [ideal(prompt) for prompt in PROMPTS][:5]
+    at_rest(engine)
+    together = engine.generate(*PROMPTS)
+    assert tokens(together) == tokens(alone)
+    at_rest(engine)
+
+
+def test_a_longer_prompt_loads_its_beginning(engine: Engine, alone: list[Answer]) -> None:
+    (longer,) = prompts(200, seed=7)
+    prompt = PROMPTS[0] + longer
+    engine.forget()
+    assert engine.generate(prompt)[0].cached == len(PROMPTS[0]) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def test_generated_tokens_are_stored(engine: Engine) -> None:
+    (prompt,) = prompts(100, seed=8)
+    first = engine.generate(prompt, tokens=60)[0]
+    engine.forget()
+    dialogue = [*prompt, *first.tokens, 5]
+    # The last token that was sampled was never computed, nor is the turn after it.
+    assert engine.generate(dialogue)[0].cached == (len(dialogue) - 2) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def test_tenants_are_apart(engine: Engine) -> None:
+    (prompt,) = prompts(200, seed=9)
+    engine.generate(prompt, salt="one")
+    engine.forget()
+    assert engine.generate(prompt, salt="two")[0].cached == 0
+    engine.forget()
+    assert engine.generate(prompt, salt="one")[0].cached == ideal(prompt)
+
+
+def test_metrics_are_the_truth(engine: Engine) -> None:
+    def counters() -> dict[str, int]:
+        return {
+            metric.name: metric.value
+            for metric in engine.llm.get_metrics()
+            if "prefix_cache" in metric.name or "kvpool" in metric.name or "prompt" in metric.name
+            if hasattr(metric, "value")
+        }
+
+    asked = prompts(150, 222, 300, seed=10)
+    at_rest(engine)
+    before = counters()
+    for prompt in asked:
+        engine.generate(prompt)
+    at_rest(engine)
+    for prompt in asked:
+        engine.generate(prompt)
+    after = counters()
+    name = "vllm:external_prefix_cache"
+    hits = sum(ideal(prompt) for prompt in asked)
+    assert after[f"{name}_hits"] - before[f"{name}_hits"] == hits
+    queries = 2 * sum(len(prompt) for prompt in asked)
+    assert after[f"{name}_queries"] - before[f"{name}_queries"] == queries
+    blocks = hits // BLOCK_TOKENS
+    assert after["vllm:kvpool_loaded_blocks"] - before["vllm:kvpool_loaded_blocks"] == blocks
+    assert after["vllm:kvpool_failed_loads"] == before["vllm:kvpool_failed_loads"]
+
+
+def test_blocks_lost_between_match_and_load(engine: Engine) -> None:
+    (prompt,) = prompts(300, seed=11)
+    before = engine.generate(prompt)[0]
+    at_rest(engine)
+    core, sampling = (
+        engine.llm.llm_engine,
+        SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True),
+    )
+    core.add_request("lost", {"prompt_token_ids": prompt}, sampling)
+    (name,) = engine.connector._scheduler._tracked
+    until(lambda: engine.connector._lookups.answer(name), "the answer of the lookup")
+    pool = engine.connector._pool
+    assert pool.tier.evict(5)  # the ends of chains go first: a shorter prefix stays
+    pool.tier.evict(pool.stats().ready - 3)
+    output = [done for _ in iter(core.has_unfinished_requests, False) for done in core.step()]
+    assert tuple(output[-1].outputs[0].token_ids) == before.tokens
+    assert output[-1].outputs[0].finish_reason == "length"
+    assert engine.worker_side is not None
+    at_rest(engine)
+
+
+def test_aborts_at_any_moment(engine: Engine, count: Count) -> None:
+    source = random.Random(13)
+    asked = prompts(300, 310, 320, 200, 90, seed=14, shared=64)
+    core = engine.llm.llm_engine
+    alive: list[str] = []
+    sampling = SamplingParams(max_tokens=30, temperature=0, detokenize=False, ignore_eos=True)
+    done = 0
+    while done < count(150, 1000):
+        alive.append(f"abort-{done}-{len(alive)}-{source.random()}")
+        core.add_request(alive[-1], {"prompt_token_ids": source.choice(asked)}, sampling)
+        for _ in range(source.randrange(4)):
+            core.step()
+        if source.random() < 0.2:
+            engine.llm.reset_prefix_cache()  # refused while blocks are in use: no harm
+        while alive and (len(alive) > 5 or source.random() < 0.6):
+            core.abort_request([alive.pop(source.randrange(len(alive)))])
+            done += 1
+    core.abort_request(alive)
+    at_rest(engine)
+    again = [engine.generate(prompt)[0] for prompt in PROMPTS]
+    assert again[0].reason == "length"
+    at_rest(engine)
+
+
+def test_a_reset_hides_what_was_stored(engine: Engine, alone: list[Answer]) -> None:
+    """Stores of the request before may be in flight; those of one under way are not kept."""
+    (prompt,) = prompts(400, seed=15)
+    first = engine.generate(prompt)[0]
+    assert engine.llm.reset_prefix_cache(reset_connector=True)
+    second = engine.generate(prompt)[0]
+    assert (second.cached, second.tokens) == (0, first.tokens)
+    engine.forget()
+    third = engine.generate(prompt)[0]
+    assert (third.cached, third.tokens) == (ideal(prompt), first.tokens)
+    at_rest(engine)

@@ -1,0 +1,92 @@
+"""Engines that cannot use the pool are told why, before anything is loaded; nothing heavy is imported."""
+
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm.engine.arg_utils import EngineArgs
+
+from kvpool.errors import ConfigError
+from kvpool.integration.vllm.engine import require_one_process, require_supported
+from tests.vllm.models import make_model
+
+IMPORTS = """
+import sys
+import vllm, vllm.v1.core.sched.scheduler, vllm.distributed.kv_transfer.kv_connector.factory
+import transformers
+before = set(sys.modules)
+import kvpool.integration.vllm.connector
+new = {name.split(".")[0] for name in set(sys.modules) - before}
+assert not new & {"numba", "llvmlite", "cupy", "pycuda"}, new
+import torch
+assert not torch.cuda.is_initialized()
+"""
+
+
+def configured(model: Path, **settings: Any) -> Any:
+    defaults: dict[str, Any] = {
+        "dtype": "float32",
+        "enforce_eager": True,
+        "skip_tokenizer_init": True,
+        "block_size": 32,
+        "max_model_len": 512,
+    }
+    return EngineArgs(model=str(model), **(defaults | settings)).create_engine_config()
+
+
+def test_a_plain_engine_is_supported(llama: Path) -> None:
+    require_supported(configured(llama))
+    require_one_process(configured(llama))
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"prefix_caching_hash_algo": "xxhash"}, "collide"),
+        ({"load_format": "dummy"}, "load format dummy"),
+        ({"pipeline_parallel_size": 2}, "pipeline"),
+    ],
+)
+def test_an_engine_is_refused(llama: Path, settings: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=why):
+        require_supported(configured(llama, **settings))
+
+
+def test_a_hub_name_is_refused(llama: Path) -> None:
+    config = configured(llama)
+    config.model_config.model = "somebody/something"
+    with pytest.raises(ConfigError, match="local folder"):
+        require_supported(config)
+
+
+@pytest.mark.parametrize("release", ["0.31.4", "0.33.0", "1.32.0"])
+def test_another_release_is_refused(
+    release: str, llama: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = configured(llama)
+    monkeypatch.setattr("vllm.__version__", release)
+    with pytest.raises(ConfigError, match=r"use 0\.32"):
+        require_supported(config)
+
+
+def test_workers_of_their_own_need_a_server(llama: Path) -> None:
+    config = configured(llama)
+    config.parallel_config = replace(config.parallel_config, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="kvpool-server"):
+        require_one_process(config)
+
+
+def test_importing_the_connector_loads_nothing_heavy() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS], capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_latent_attention_is_refused(tmp_path: Path) -> None:
+    model = make_model("deepseek", tmp_path / "deepseek")
+    with pytest.raises(ConfigError, match="latent"):
+        require_supported(configured(model, block_size=16))

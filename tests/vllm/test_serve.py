@@ -1,0 +1,155 @@
+"""``vllm serve`` with the connector, under ``vllm bench serve``: what could be hit was hit."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.server_process import ServerProcess
+from tests.vllm.engines import BLOCK_TOKENS
+from tests.vllm.models import add_tokenizer, make_model
+
+VLLM = Path(sys.executable).with_name("vllm")
+PREFIXES, EACH, PREFIX_TOKENS, SUFFIX_TOKENS = 3, 4, 256, 48
+START_S = 240
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Served:
+    """One ``vllm serve``, ready when the constructor returns."""
+
+    def __init__(self, model: Path, extra: dict[str, str], log: Path) -> None:
+        self.base = f"http://127.0.0.1:{free_port()}"
+        transfer = {
+            "kv_connector": "KvpoolConnector",
+            "kv_connector_module_path": "kvpool.integration.vllm.connector",
+            "kv_role": "kv_both",
+            "kv_load_failure_policy": "recompute",
+            "kv_connector_extra_config": {"lookup_timeout_s": 20, **extra},
+        }
+        environment = os.environ | {
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
+        }
+        self.log = log
+        with log.open("w") as stream:
+            self.process = subprocess.Popen(
+                [
+                    *(str(VLLM), "serve", str(model), "--host", "127.0.0.1"),
+                    *("--port", self.base.rsplit(":", 1)[1], "--dtype", "float32"),
+                    *("--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "8"),
+                    *("--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", "256"),
+                    *("--kv-transfer-config", json.dumps(transfer)),
+                ],
+                stdout=stream,
+                stderr=subprocess.STDOUT,
+                env=environment,
+            )
+        self._wait()
+
+    def _wait(self) -> None:
+        for _ in range(START_S):
+            if self.process.poll() is not None:
+                break
+            try:
+                self.ask("/health")
+                return
+            except (urllib.error.URLError, ConnectionError):
+                try:
+                    self.process.wait(1)
+                except subprocess.TimeoutExpired:
+                    continue
+        self.stop()
+        raise AssertionError(f"vllm serve did not start: {self.log.read_text()[-3000:]}")
+
+    def ask(self, path: str, method: str = "GET") -> str:
+        request = urllib.request.Request(self.base + path, method=method)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return str(answer.read().decode())
+
+    def counters(self) -> dict[str, float]:
+        """Read the counters without labels' values: there is one engine."""
+        found = re.findall(
+            r"^vllm:(\w+)_total\{[^}]*\} ([\d.e+]+)$", self.ask("/metrics"), re.MULTILINE
+        )
+        return {name: float(value) for name, value in found}
+
+    def bench(self, model: Path) -> None:
+        done = subprocess.run(
+            [
+                *(str(VLLM), "bench", "serve", "--base-url", self.base, "--model", str(model)),
+                *("--dataset-name", "prefix_repetition", "--seed", "3", "--ignore-eos"),
+                *("--prefix-repetition-prefix-len", str(PREFIX_TOKENS)),
+                *("--prefix-repetition-suffix-len", str(SUFFIX_TOKENS)),
+                *("--prefix-repetition-num-prefixes", str(PREFIXES)),
+                *("--prefix-repetition-output-len", "4", "--max-concurrency", "1"),
+                *("--num-prompts", str(PREFIXES * EACH), "--num-warmups", "0"),
+            ],
+            capture_output=True,
+            text=True,
+            timeout=START_S,
+            check=False,
+        )
+        assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+
+    def stop(self) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait(60)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Path]]:
+    folder = tmp_path_factory.mktemp("serve")
+    model = make_model("llama", folder / "llama")
+    add_tokenizer(model)
+    with ServerProcess(folder / "kvpool", 64 << 20):
+        served = Served(model, {"run_dir": str(folder / "kvpool")}, folder / "log")
+        yield served, model
+        served.stop()
+
+
+def test_the_hit_rate_is_the_ideal_one(served: tuple[Served, Path]) -> None:
+    server, model = served
+    start = server.counters()
+    server.bench(model)
+    first = server.counters()
+    server.ask("/reset_prefix_cache", "POST")
+    server.bench(model)
+    second = server.counters()
+
+    def grown(name: str) -> tuple[float, float]:
+        return first[name] - start[name], second[name] - first[name]
+
+    requests = PREFIXES * EACH
+    # Tokens of the benchmark's words are a few more than it was told: never as many as a block.
+    whole = (PREFIX_TOKENS + SUFFIX_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    tokens = grown("prompt_tokens")
+    assert tokens[0] == tokens[1]
+    assert requests * whole < tokens[1] <= requests * (whole + BLOCK_TOKENS)
+    local, external = grown("prefix_cache_hits"), grown("external_prefix_cache_hits")
+    # In the second run every prompt is known whole: all that is loadable was taken from somewhere,
+    # the first of each prefix from the pool.
+    assert local[1] + external[1] == requests * whole
+    assert external[1] >= PREFIXES * whole
+    # In the first run a prefix is computed once, and then known.
+    assert local[0] + external[0] == (requests - PREFIXES) * PREFIX_TOKENS
+    assert second["kvpool_failed_loads"] == 0
+    assert second["kvpool_loaded_blocks"] * BLOCK_TOKENS == second["external_prefix_cache_hits"]

@@ -1,0 +1,39 @@
+"""Engines and pools that are too small: blocks are evicted, requests preempted, nothing is wrong."""
+
+from pathlib import Path
+
+from tests.vllm.conftest import prompts
+from tests.vllm.engines import Engine
+from tests.vllm.test_embedded import PROMPTS, at_rest, ideal, tokens
+
+
+def test_a_small_staging_is_enough(llama: Path) -> None:
+    """Loads go through two slots, stores that find none are left out; the pool evicts."""
+    block = 4 * 16384
+    extra = {"dram": str(6 * block), "staging": str(2 * block)}
+    with Engine(llama, None) as engine:
+        alone = [engine.generate(prompt)[0] for prompt in PROMPTS]
+    with Engine(llama, extra) as engine:
+        for _ in range(3):
+            for prompt, answer in zip(PROMPTS, alone, strict=True):
+                assert engine.generate(prompt)[0].tokens == answer.tokens
+                engine.forget()
+        assert engine.connector._pool.stats().evictions
+        at_rest(engine)
+        (prompt,) = prompts(100, seed=12)  # three blocks, one a step
+        for _ in range(4):
+            engine.generate(prompt)
+            engine.forget()
+        assert engine.generate(prompt)[0].cached == ideal(prompt)
+
+
+def test_preempted_requests_go_on(llama: Path) -> None:
+    asked = prompts(200, 210, 220, 230, 190, 180, seed=16)
+    with Engine(llama, None) as engine:
+        wanted = [engine.generate(prompt, tokens=150)[0].tokens for prompt in asked]
+    with Engine(llama, {"dram": "64MiB"}, num_gpu_blocks_override=44) as engine:
+        for _ in range(2):
+            assert tokens(engine.generate(*asked, tokens=150)) == wanted
+            at_rest(engine)
+        preempted = [m.value for m in engine.llm.get_metrics() if m.name == "vllm:num_preemptions"]
+        assert preempted[0] > 0
