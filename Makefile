@@ -32,7 +32,19 @@ $(VENV)/.native: $(NATIVE) | $(VENV)/.installed
 	$(PIP) install -q --no-build-isolation --no-deps -e .
 	@touch $@
 
-env: $(VENV)/.installed $(VENV)/.native  ## Make the environment in .venv
+# ucxx wants an older UCX than the one kvpool is developed with, so it has an environment of its own
+# beside: its packages first, then all of $(VENV).
+$(VENV)/ucxx/.installed: requirements/ucxx.txt | $(VENV)/.installed
+	@echo "Installing ucxx and NIXL into $(VENV)/ucxx (once)"
+	$(PYTHON) -m venv $(VENV)/ucxx
+	$(VENV)/ucxx/bin/pip --disable-pip-version-check install -q --no-deps -r requirements/ucxx.txt
+	$(VENV)/ucxx/bin/python -c 'import sys, sysconfig, pathlib; \
+	pathlib.Path(sysconfig.get_path("purelib"), "zz_kvpool.pth").write_text( \
+	f"import site; site.addsitedir({sys.argv[1]!r})\n")' \
+	"$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	@touch $@
+
+env: $(VENV)/.installed $(VENV)/.native $(VENV)/ucxx/.installed  ## Make the environment in .venv
 
 # The real etcd that membership is tested against.
 build/etcd/etcd: tests/get_etcd.sh | $(VENV)/.installed
@@ -46,24 +58,12 @@ test: env build/etcd/etcd  ## Lint, types and all tests, as CI runs them
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest $(ARGS)
 
+test-ucxx: env  ## The ucxx transport alone, in the environment that has ucxx
+	$(VENV)/ucxx/bin/python -m pytest tests/conformance/ucxx_suite.py tests/faults/ucxx_faults.py $(ARGS)
+
 soak: env build/etcd/etcd  ## The tests with many more examples and faults, for a night
 	$(BIN)/python -m pytest --soak --timeout=7200 $(ARGS)
 
-lint: env  ## Lint and format, changing files
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
-
-types: env  ## Types alone: mypy and pyright
-	$(BIN)/python tests/tidy/mirror.py
-	$(BIN)/python -m mypy
-	$(BIN)/basedpyright -p build/mirror --pythonpath $(BIN)/python
-
-api: env  ## Write the snapshot of the public interface anew
-	$(BIN)/python -m tests.tidy.api
-
-clean:  ## Remove the environment and build outputs
-	rm -rf $(VENV) $(VLLM) build dist *.egg-info
-	find . -name '*.so' -not -path './.git/*' -delete
 # vLLM wants other versions than kvpool is developed with, so it has an environment of its own.
 VLLM ?= .venv-vllm
 VLLM_PIP := $(VLLM)/bin/pip --disable-pip-version-check
@@ -83,3 +83,18 @@ env-vllm: $(VLLM)/.installed $(VLLM)/.native  ## Make the environment of vLLM in
 test-vllm: env-vllm  ## The connector in the real vLLM, on a CPU (tests/vllm)
 	$(VLLM)/bin/python -m pytest -o filterwarnings=default tests/vllm $(ARGS)
 
+lint: env  ## Lint and format, changing files
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: env  ## Types alone: mypy and pyright
+	$(BIN)/python tests/tidy/mirror.py
+	$(BIN)/python -m mypy
+	$(BIN)/basedpyright -p build/mirror --pythonpath $(BIN)/python
+
+api: env  ## Write the snapshot of the public interface anew
+	$(BIN)/python -m tests.tidy.api
+
+clean:  ## Remove the environment and build outputs
+	rm -rf $(VENV) $(VLLM) build dist *.egg-info
+	find . -name '*.so' -not -path './.git/*' -delete

@@ -5,11 +5,12 @@ A peer is never installed beside kvpool: it runs ``benchmarks/peers/job.py`` wit
 """
 
 import os
+import sys
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from kvpool.cli.bench import Case, Sides, Timer
 from kvpool.cli.bench_transfer import pulls
@@ -19,12 +20,22 @@ from kvpool.errors import UsageError
 _ROOT: Final = Path(__file__).resolve().parents[2]
 _JOB: Final = _ROOT / "benchmarks" / "peers" / "job.py"
 _HOMES: Final = _ROOT / "build" / "peers"
-_PACKAGES: Final = {"nixl": "nixl", "mooncake": "mooncake-transfer-engine-non-cuda"}
-_TITLES: Final = {"nixl": "NIXL, UCX", "mooncake": "Mooncake's transfer engine"}
+_PACKAGES: Final = {
+    "nixl": "nixl",
+    "mooncake": "mooncake-transfer-engine-non-cuda",
+    "ucxx": "ucxx-cu12",
+}
+_TITLES: Final = {
+    "nixl": "NIXL, UCX",
+    "mooncake": "Mooncake's transfer engine",
+    "ucxx": "ucxx, asyncio",
+}
+# Where ``make env`` puts ucxx beside all of kvpool.
+_UCXX_PYTHON: Final = Path(sys.prefix) / "ucxx" / "bin" / "python"
 _SIZE: Final = 1 << 20
 _LAYERS: Final = 16  # of 64 KiB: blocks of 1 MiB
 _STRIDE: Final = 37
-_SAID: Final = "kvpool:"
+_SAID: Final = "kvpool:"  # as in bench_ucxx_peer
 # Lines that an engine may say for itself before ours.
 _CHATTER_MAX: Final = 10_000
 
@@ -37,6 +48,15 @@ def cases(quick: bool) -> list[Case]:
         _case("peers.nixl.tcp.read.1MiB", "nixl", "read", "tcp", _ours_read, scale),
         _case("peers.mooncake.tcp.write.1MiB", "mooncake", "write", "tcp", _ours_write, scale),
         _case("peers.nixl.host.read.1MiB", "nixl", "read", "all", _ours_pull, scale),
+        _case("peers.ucxx.tcp.write.1MiB", "ucxx", "write", "tcp", _ours_write, scale),
+        _case("peers.ucxx.tcp.read.1MiB", "ucxx", "read", "tcp", _ours_read, scale),
+        Case(
+            name="peers.ucxx.transport.read.1MiB",
+            unit="GB/s",
+            reference="kvpool's transport over ucxx (transfer/ucxpy.py), the same read",
+            open=partial(_open_ucxx_transport, scale),
+            one_process=False,
+        ),
     ]
 
 
@@ -63,10 +83,50 @@ def _open(
         yield _Both(ours(stack, scale, timer), other)
 
 
+@contextmanager
+def _open_ucxx_transport(scale: Scale, timer: Timer) -> Generator[Sides, None, None]:
+    if not _UCXX_PYTHON.exists():
+        raise UsageError("ucxx is not installed beside kvpool: make env")
+    with ExitStack() as stack:
+        yield _Both(_ours_read(stack, scale, timer), UcxxTransportReads(stack, scale))
+
+
+class UcxxTransportReads:
+    """Reads through kvpool's own transport over ucxx, in two processes that have it."""
+
+    def __init__(self, stack: ExitStack, scale: Scale) -> None:
+        sizes = (scale.memory_bytes, scale.operation_bytes)
+        self._owner, self._mover = (
+            Child(stack, _UCXX_PYTHON, "-m", "kvpool.cli.bench_ucxx_peer", role, *sizes, _LAYERS)
+            for role in ("blocks", "read")
+        )
+        said(self._mover, said(self._owner, ""))
+
+    def halt(self) -> None:
+        """Stop both processes."""
+        self._owner.halt()
+        self._mover.halt()
+
+    def go_on(self) -> None:
+        """Let both run."""
+        self._owner.go_on()
+        self._mover.go_on()
+
+    def rate(self) -> float:
+        """Read one operation's bytes; GB/s."""
+        return float(said(self._mover, "read"))
+
+
+class _Other(Protocol):
+    def halt(self) -> None: ...
+    def go_on(self) -> None: ...
+    def rate(self) -> float: ...
+
+
 class _Both:
     ceiling: float | None = None
 
-    def __init__(self, ours: Callable[[], float], other: "_Peer") -> None:
+    def __init__(self, ours: Callable[[], float], other: _Other) -> None:
         self._ours = ours
         self._other = other
 
@@ -145,7 +205,7 @@ def _ours_write(stack: ExitStack, scale: Scale, timer: Timer) -> Callable[[], fl
 
 
 def _ours_read(stack: ExitStack, scale: Scale, timer: Timer) -> Callable[[], float]:
-    return Reader(stack, _LAYERS, scale, timer).rate
+    return Reader.over_ucx(stack, _LAYERS, scale, timer).rate
 
 
 def _ours_pull(stack: ExitStack, scale: Scale, timer: Timer) -> Callable[[], float]:

@@ -27,7 +27,7 @@ from kvpool.cli.bench_tiers import aligned_room
 from kvpool.cli.bench_ucx_peer import layout
 from kvpool.errors import InternalError
 from kvpool.memory import BlockView, Span
-from kvpool.transfer.base import RemoteSlots
+from kvpool.transfer.base import RemoteSlots, Transport
 from kvpool.transfer.ucx import UcxTransport
 from kvpool.transfer.ucx_connection import UcxConnection
 from kvpool.transfer.ucx_engine import UcxEngine
@@ -265,13 +265,14 @@ def _open_batches(count: int, scale: Scale, timer: Timer) -> Generator[Sides, No
 class Reader:
     """Reads blocks out of another process, round and round."""
 
-    def __init__(self, stack: ExitStack, layers: int, scale: Scale, timer: Timer) -> None:
+    def __init__(
+        self, transport: Transport, said: str, layers: int, scale: Scale, timer: Timer
+    ) -> None:
         self._layout = layout(layers)
         memory_bytes = scale.memory_bytes
         self._count = scale.operation_bytes // self._layout.block_bytes
-        told = json.loads(peer(stack, "blocks", memory_bytes, layers).ask())
-        self.transport = stack.enter_context(UcxTransport("bench-reader"))
-        self._endpoint = self.transport.connect(told["address"], _TIMEOUT_S)
+        told = json.loads(said)
+        self._endpoint = transport.connect(told["address"], _TIMEOUT_S)
         self._endpoint.wait_region(0, _TIMEOUT_S)
         order = [turn * _STRIDE % len(told["slots"]) for turn in range(len(told["slots"]))]
         self._slots = [told["slots"][at] for at in order]
@@ -279,6 +280,13 @@ class Reader:
         self._dest = BlockView.of_buffer(self._layout, aligned_room(memory_bytes)).with_ids(order)
         self._at = 0
         self._timer = timer
+
+    @classmethod
+    def over_ucx(cls, stack: ExitStack, layers: int, scale: Scale, timer: Timer) -> "Reader":
+        """Read through UCX out of a process that is started for it."""
+        said = peer(stack, "blocks", scale.memory_bytes, layers).ask()
+        transport = stack.enter_context(UcxTransport("bench-reader"))
+        return cls(transport, said, layers, scale, timer)
 
     def rate(self) -> float:
         """Read one operation's bytes; GB/s."""
@@ -303,7 +311,7 @@ class Reader:
 @contextmanager
 def _open_reads(layers: int, scale: Scale, timer: Timer) -> Generator[Sides, None, None]:
     with ExitStack() as stack:
-        reader = Reader(stack, layers, scale, timer)
+        reader = Reader.over_ucx(stack, layers, scale, timer)
         size = layout(layers).block_bytes
         writer = Writer(stack, size, scale, timer)
         yield _Pair(reader.rate, partial(writer.rate, scale.operation_bytes // size))

@@ -14,6 +14,7 @@ from kvpool.arena import Arena
 from kvpool.block import BlockLayout
 from kvpool.cli.bench_tiers import aligned_room
 from kvpool.memory import BlockView, copy_blocks
+from kvpool.transfer.base import Transport
 from kvpool.transfer.ucx import UcxTransport
 from kvpool.transfer.ucx_engine import UcxEngine
 
@@ -34,18 +35,21 @@ def serve_inbox(size: int, layers: int) -> None:
 def serve_blocks(size: int, layers: int) -> None:
     """Be read from: ``size`` bytes of blocks, in slots 0 and up."""
     with UcxTransport("bench-owner") as transport:
-        shape = layout(layers)
-        arena = Arena(shape, size // shape.block_bytes, transport.incarnation)
-        slots = arena.reserve_some(arena.slot_count)
-        source = BlockView.of_buffer(shape, aligned_room(arena.slot_count * shape.block_bytes))
-        crcs = copy_blocks(arena.view(slots), source)
-        arena.commit_all(slots, crcs, bytes(32 * len(slots)))
-        transport.register(arena)
-        where = transport.listen("ucx://127.0.0.1:0", lambda endpoint: None)
-        generations = slots.generations.tolist()
-        _until_the_end(
-            {"address": where, "slots": slots.indices.tolist(), "generations": generations}
-        )
+        _until_the_end(offer_blocks(transport, "ucx://127.0.0.1:0", size, layers))
+
+
+def offer_blocks(transport: Transport, address: str, size: int, layers: int) -> dict[str, object]:
+    """Fill an arena, let it be read, and return what a reader must know."""
+    shape = layout(layers)
+    arena = Arena(shape, size // shape.block_bytes, transport.incarnation)
+    slots = arena.reserve_some(arena.slot_count)
+    source = BlockView.of_buffer(shape, aligned_room(arena.slot_count * shape.block_bytes))
+    crcs = copy_blocks(arena.view(slots), source)
+    arena.commit_all(slots, crcs, bytes(32 * len(slots)))
+    transport.register(arena)  # which keeps the memory
+    where = transport.listen(address, lambda endpoint: None)
+    generations = slots.generations.tolist()
+    return {"address": where, "slots": slots.indices.tolist(), "generations": generations}
 
 
 def _ignore(note: bytes) -> None:

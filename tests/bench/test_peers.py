@@ -17,10 +17,13 @@ def test_the_names_are_stable() -> None:
         "peers.nixl.tcp.read.1MiB",
         "peers.mooncake.tcp.write.1MiB",
         "peers.nixl.host.read.1MiB",
+        "peers.ucxx.tcp.write.1MiB",
+        "peers.ucxx.tcp.read.1MiB",
+        "peers.ucxx.transport.read.1MiB",
     ]
 
 
-@pytest.mark.parametrize("peer", ["nixl", "mooncake"])
+@pytest.mark.parametrize("peer", ["nixl", "mooncake", "ucxx"])
 def test_a_peer_that_is_not_installed_is_named_with_the_commands(peer: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=rf"{tmp_path}/{peer}/bin/pip install .*{peer}"):
         bench_peers.interpreter(peer, tmp_path)
