@@ -95,11 +95,8 @@ class UcxxTransportReads:
     """Reads through kvpool's own transport over ucxx, in two processes that have it."""
 
     def __init__(self, stack: ExitStack, scale: Scale) -> None:
-        sizes = (scale.memory_bytes, scale.operation_bytes)
-        self._owner, self._mover = (
-            Child(stack, _UCXX_PYTHON, "-m", "kvpool.cli.bench_ucxx_peer", role, *sizes, _LAYERS)
-            for role in ("blocks", "read")
-        )
+        self._owner = _ucxx_child(stack, "blocks", scale)
+        self._mover = _ucxx_child(stack, "read", scale)
         said(self._mover, said(self._owner, ""))
 
     def halt(self) -> None:
@@ -115,6 +112,12 @@ class UcxxTransportReads:
     def rate(self) -> float:
         """Read one operation's bytes; GB/s."""
         return float(said(self._mover, "read"))
+
+
+def _ucxx_child(stack: ExitStack, role: str, scale: Scale) -> Child:
+    module = "kvpool.cli.bench_ucxx_peer"
+    sizes = (scale.memory_bytes, scale.operation_bytes)
+    return Child(stack, _UCXX_PYTHON, "-m", module, role, *sizes, _LAYERS)
 
 
 class _Other(Protocol):
