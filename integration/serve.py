@@ -118,7 +118,9 @@ def child_commands(options: ServeOptions, model: Path, run_dir: Path) -> dict[st
     """Return the command of each child process, in the order of their start."""
     runtime = options.runtime
     python = (sys.executable, "-m")
-    common = ("--transport", options.transport, "--die-with", str(os.getpid()))
+    common: tuple[str, ...] = ("--transport", options.transport, "--die-with", str(os.getpid()))
+    if options.ucx_library:
+        common += ("--ucx-library", options.ucx_library)
     room: tuple[str, ...] = ("--dram", str(runtime.dram_bytes))
     if options.ssd is not None:
         room += ("--ssd", str(options.ssd), "--ssd-bytes", str(options.ssd_bytes))

@@ -47,6 +47,7 @@ class ServeOptions:
         threads: Threads that compute, in each worker.
         prefill, decode: How many workers of each role.
         transport: How KV blocks travel between the processes.
+        ucx_library: Path of the libucp to load; ``""``: chosen.
         ssd: Folder of the pool's SSD tier; None means none.
         ssd_bytes: Room that it takes there.
     """
@@ -61,6 +62,7 @@ class ServeOptions:
     prefill: int
     decode: int
     transport: TransportKind
+    ucx_library: str
     ssd: Path | None
     ssd_bytes: int
 
@@ -120,6 +122,12 @@ def make_parser() -> argparse.ArgumentParser:
         " loopback, where any user of this machine who connects could write to the processes'"
         " memory (default: %(default)s)",
     )
+    parser.add_argument(
+        "--ucx-library",
+        default="",
+        metavar="PATH",
+        help="the libucp to load (default: chosen; kvpool doctor says which, and why)",
+    )
     parser.add_argument("--run-dir", type=Path, help="folder of the sockets (default: a fresh one)")
     parser.add_argument(
         "--die-with", type=int, metavar="PID", help="stop when this process, the parent, dies"
@@ -176,6 +184,7 @@ def parse_arguments(argv: Sequence[str] | None) -> ServeOptions:
         prefill=options.prefill,
         decode=options.decode,
         transport=options.transport,
+        ucx_library=options.ucx_library,
         ssd=options.ssd,
         ssd_bytes=parse_size(options.ssd_bytes, key="--ssd-bytes") if options.ssd else 0,
     )

@@ -24,7 +24,7 @@ from kvpool.block import BlockLayout
 from kvpool.client.connect import connect
 from kvpool.client.rpc import Service
 from kvpool.completion import Completion, Deadline
-from kvpool.config import RuntimeConfig, parse_size
+from kvpool.config import RuntimeConfig, TransferConfig, parse_size
 from kvpool.errors import ConfigError, KVPoolError, PeerUnreachableError, UsageError
 from kvpool.events import EventSink, NullSink, TraceSink
 from kvpool.integration.process import leave
@@ -67,6 +67,7 @@ class WorkerConfig:
         threads: Threads that compute.
         trace: File that events are written to, or None.
         transport: How bytes come and go; the same in all processes of one ``kvpool-serve``.
+        ucx_library: Path of the libucp to load; ``""``: chosen.
         launcher: The process that starts it and without which it ends, or None.
     """
 
@@ -78,6 +79,7 @@ class WorkerConfig:
     threads: int = 1
     trace: Path | None = None
     transport: TransportKind = "host"
+    ucx_library: str = ""
     launcher: int | None = None
 
     @property
@@ -111,6 +113,7 @@ def parse_arguments(role: Role, argv: Sequence[str] | None) -> WorkerConfig:
     parser.add_argument("--threads", type=int, default=1, help="threads that compute")
     parser.add_argument("--trace", type=Path, help="write events to this file")
     parser.add_argument("--transport", choices=TRANSPORT_KINDS, default="host")
+    parser.add_argument("--ucx-library", default="", metavar="PATH", help="the libucp to load")
     parser.add_argument("--die-with", type=int, metavar="PID", help="the process that starts it")
     options = parser.parse_args(argv)
     if options.threads < 1:
@@ -132,6 +135,7 @@ def parse_arguments(role: Role, argv: Sequence[str] | None) -> WorkerConfig:
         threads=options.threads,
         trace=options.trace,
         transport=options.transport,
+        ucx_library=options.ucx_library,
         launcher=options.die_with,
     )
 
@@ -309,7 +313,10 @@ async def opened_parts(config: WorkerConfig, role: Role) -> AsyncIterator[Parts]
         load_model, config.model, dtype=config.runtime.dtype, device=config.runtime.device
     )
     with contextlib.ExitStack() as stack:
-        transport = stack.enter_context(open_transport(config.transport, f"kvpool-{config.name}"))
+        settings = TransferConfig(ucx_library=config.ucx_library)
+        transport = stack.enter_context(
+            open_transport(config.transport, f"kvpool-{config.name}", settings)
+        )
         layout = loaded.spec.layout(config.runtime.block_tokens)
         pool = stack.enter_context(
             await asyncio.to_thread(

@@ -59,6 +59,9 @@ def arguments_of(argv: Sequence[str] | None) -> argparse.Namespace:
         " could write to this process's memory (default: host)",
     )
     parser.add_argument(
+        "--ucx-library", metavar="PATH", help="the libucp to load (default: chosen, kvpool doctor)"
+    )
+    parser.add_argument(
         "--metrics-port", type=int, default=0, help="loopback port for Prometheus; 0: none"
     )
     parser.add_argument(
@@ -101,4 +104,7 @@ def settings_of(arguments: argparse.Namespace) -> FileSettings:
                 f"--metrics-port is {port}: a port is 1 to 65535", key="--metrics-port"
             )
         listen = replace(listen, http=f"127.0.0.1:{arguments.metrics_port}")
-    return replace(settings, node=node, pool=pool, listen=listen)
+    transfer = settings.transfer
+    if arguments.ucx_library is not None:
+        transfer = replace(transfer, ucx_library=arguments.ucx_library)
+    return replace(settings, node=node, pool=pool, listen=listen, transfer=transfer)

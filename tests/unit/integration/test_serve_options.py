@@ -8,6 +8,7 @@ import pytest
 from kvpool.errors import ConfigError
 from kvpool.integration.serve import child_commands
 from kvpool.integration.serve_options import WORKERS_MAX, default_threads, parse_arguments
+from kvpool.server.options import arguments_of, settings_of
 
 
 def test_workers_have_names_and_a_process_each() -> None:
@@ -41,6 +42,20 @@ def test_the_pool_keeps_blocks_on_an_ssd_if_asked() -> None:
     for flags in (["--ssd", "kv"], ["--ssd-bytes", "1GiB"]):
         with pytest.raises(ConfigError, match="go together"):
             parse_arguments(flags)
+
+
+def test_every_process_loads_the_library_that_is_named() -> None:
+    options = parse_arguments(["--transport", "ucx", "--ucx-library", "/opt/ucx/lib/libucp.so"])
+    for name, command in child_commands(options, Path("model"), Path("run")).items():
+        words = list(command)
+        arguments = words[words.index("--run-dir") :]
+        path = words[words.index("--ucx-library") + 1]
+        assert path == "/opt/ucx/lib/libucp.so"
+        if name == "pool":
+            settings = settings_of(arguments_of(arguments))
+            assert settings.transfer.ucx_library == path
+    commands = child_commands(parse_arguments([]), Path("model"), Path("run"))
+    assert not any("--ucx-library" in command for command in commands.values())
 
 
 @pytest.mark.parametrize("flag", ["--prefill", "--decode"])
