@@ -219,7 +219,10 @@ class UcxxEndpoint(LinkedEndpoint):
         )
 
     def _heard(self, message: bytes | None) -> None:
-        if message is None or self._lost is not None:
+        if self._lost is not None:
+            return
+        if message is None:  # the connection has ended, or the message is larger than any may be
+            self._gone()
             return
         try:
             said = decode(message)

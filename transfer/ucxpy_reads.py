@@ -22,6 +22,7 @@ from kvpool.completion import Completion, CompletionSource, Deadline
 from kvpool.errors import (
     CancelledTransferError,
     CapacityError,
+    ClosedError,
     CorruptionError,
     KVPoolError,
     LeaseExpiredError,
@@ -273,6 +274,7 @@ class UcxxReads:
         Raises:
             UsageError: The deadline is not a finite number.
             CapacityError: Too many reads, or an item is larger than a window.
+            ClosedError: The transport is closed.
             KVPoolError: What the reads were ended with.
         """
         if not math.isfinite(deadline_s):
@@ -293,7 +295,8 @@ class UcxxReads:
             if self._count >= READS_MAX:
                 raise CapacityError(f"{READS_MAX} reads are queued: wait for one to end")
             self._count += 1
-        self._loop.post(lambda: self._begin(read))
+        if not self._loop.post(lambda: self._begin(read)):
+            raise ClosedError("the transport is closed")
         return read.source.completion
 
     def refuse(self, error: KVPoolError) -> None:

@@ -30,7 +30,7 @@ from kvpool.transfer.base import Endpoint, RemoteSlots
 from kvpool.transfer.ucx import UcxTransport
 from kvpool.transfer.ucxpy import UcxxTransport
 from kvpool.transfer.ucxpy_endpoint import UcxxEndpoint
-from kvpool.transfer.ucxpy_wire import ASKS_MAX, Ask, encode
+from kvpool.transfer.ucxpy_wire import ASKS_MAX, MESSAGE_BYTES_MAX, Ask, encode
 from tests.conformance import ucxx_suite
 
 PEER = Path(__file__).with_name("ucxx_peer.py")
@@ -208,3 +208,14 @@ def test_both_transports_of_ucx_live_in_one_process() -> None:
             blocks, out = payload(pair.arena.layout, 2, seed=5), empty(pair.arena.layout, 2)
             assert pair.read(view_of(pair.arena.layout, out), pair.publish(blocks)) == 2
             np.testing.assert_array_equal(out, blocks)
+
+
+def test_a_message_larger_than_any_ends_the_connection() -> None:
+    with ucxx_suite.TestUcxxTransport().open_pair() as pair:
+        lost = Collected()
+        pair.at_owner.on_lost(lost)
+        reader = pair.at_reader
+        assert isinstance(reader, UcxxEndpoint)
+        reader._worker.loop.post(lambda: reader._send(bytes(2 * MESSAGE_BYTES_MAX)))
+        assert lost.wait(1) == [pair.at_owner]
+        assert pair.reader.connect(pair.address, WAIT_S).alive()
