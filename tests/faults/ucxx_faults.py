@@ -18,6 +18,7 @@ from kvpool.arena import Arena
 from kvpool.completion import Completion
 from kvpool.errors import (
     CapacityError,
+    ClosedError,
     ConfigError,
     KVPoolError,
     PeerUnreachableError,
@@ -32,6 +33,7 @@ from kvpool.transfer.ucxpy import UcxxTransport
 from kvpool.transfer.ucxpy_endpoint import UcxxEndpoint
 from kvpool.transfer.ucxpy_wire import ASKS_MAX, MESSAGE_BYTES_MAX, Ask, encode
 from tests.conformance import ucxx_suite
+from tests.unit.transfer.test_forked import in_a_child
 
 PEER = Path(__file__).with_name("ucxx_peer.py")
 
@@ -219,3 +221,20 @@ def test_a_message_larger_than_any_ends_the_connection() -> None:
         reader._worker.loop.post(lambda: reader._send(bytes(2 * MESSAGE_BYTES_MAX)))
         assert lost.wait(1) == [pair.at_owner]
         assert pair.reader.connect(pair.address, WAIT_S).alive()
+
+
+def test_a_forked_child_gets_typed_errors() -> None:
+    with ucxx_suite.TestUcxxTransport().open_pair() as pair:
+        source = named(0, pair.publish(payload(pair.arena.layout, 2, seed=3)))
+
+        def child() -> None:
+            for call in (
+                lambda: read(pair.at_reader, source),
+                lambda: pair.at_reader.notify(b"from the child"),
+                lambda: pair.reader.connect(pair.address, WAIT_S),
+            ):
+                with pytest.raises(ClosedError):
+                    call()
+
+        in_a_child(child)
+        assert read(pair.at_reader, source).wait(WAIT_S) == 2
