@@ -11,7 +11,8 @@ from kvpool.errors import LeaseExpiredError, UsageError
 from kvpool.memory import BlockView, Span
 from kvpool.testing.blocks import SMALL_LAYOUT, payload, view_of
 from kvpool.testing.pair import empty, named, publish
-from kvpool.transfer.pull import BATCH_BYTES, BlockPull, SpanPull, layer_view
+from kvpool.transfer.base import RemoteSlots
+from kvpool.transfer.pull import BATCH_BYTES, BlockPull, SpanPull, layer_view, require_dest
 
 
 class _Interrupted(Window):
@@ -112,3 +113,15 @@ def test_a_destination_cannot_be_a_peers_memory() -> None:
     dest = window.view(SMALL_LAYOUT, [1])
     with pytest.raises(UsageError):
         BlockPull(window, dest, named(0, slots[:1]), SMALL_LAYOUT, None)
+
+
+@pytest.mark.parametrize("ids", [[3, 1, 3], [0, 0, 1], [2, 1, 1], [5, 4, 3, 5]])
+def test_a_block_named_twice_is_refused_in_any_order(ids: list[int]) -> None:
+    out = np.zeros((8, SMALL_LAYOUT.block_bytes), dtype=np.uint8)
+    view = view_of(SMALL_LAYOUT, out)
+    source = RemoteSlots(0, tuple(range(len(ids))), (1,) * len(ids))
+    with pytest.raises(UsageError, match="twice"):
+        require_dest(view.with_ids(ids), source, SMALL_LAYOUT, None, None)
+    distinct = list(dict.fromkeys(ids))
+    source = RemoteSlots(0, tuple(range(len(distinct))), (1,) * len(distinct))
+    assert len(require_dest(view.with_ids(distinct), source, SMALL_LAYOUT, None, None)) > 0
