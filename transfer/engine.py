@@ -60,7 +60,10 @@ class _Helped(Completion[int]):
         self._read = weakref.ref(read)
 
     def wait(self, timeout_s: float) -> int:
-        """Wait as any completion does; may last one batch longer, a few milliseconds."""
+        """Wait as any completion does; may last one batch longer, a few milliseconds.
+
+        The callbacks of the read may then run here: hold no lock that one of them takes.
+        """
         deadline = Deadline(timeout_s)
         while not deadline.passed() and self._engine.help(self._read):
             pass
