@@ -150,7 +150,9 @@ def figure15(suite: Suite) -> Figure:
             Check(f"worse at {splits[-1]}: {shares[-1]:.2%}", shares[-1] < max(middle) - 0.01),
         ],
         text="The machine's decode step is calibrated on this figure's mean TBT (machine.py), so "
-        "that column is no prediction; the shares are. With few decode nodes the mean TBT is as "
-        "printed, but the simulator's steps all take what the model says, while those of a real "
-        "machine vary: there 14 % of the requests are over 100 ms at a mean of 58, here none is.",
+        "that column is no prediction; the shares are. At 11P5D the mean TBT is nearly as printed, "
+        "but there 14 % of the requests are over 100 ms at that mean, and here hardly any is. What "
+        "could make decode's tail so thick was tried: a step that stalls for each request that "
+        "joins is late at 8P too, and one that grows faster than the batch collapses at 10P "
+        "(docs/decisions/0014 has the numbers). Nothing printed tells more.",
     )

@@ -74,15 +74,30 @@ class Scenario:
 class Suite:
     """The traces of one call, its seed, and the outcomes that figures share.
 
-    Attributes:
-        traces: Loads by name, already spread.
+    Args:
+        read: Loads by name, as they were read.
+        seed: Spreads their timestamps, and decides ties.
         tell: Told of progress.
+
+    Attributes:
+        traces: Loads by name, spread.
     """
 
-    traces: Mapping[str, Sequence[Arrival]]
+    read: Mapping[str, Sequence[Arrival]]
     seed: int
     tell: Tell
+    traces: Mapping[str, Sequence[Arrival]] = field(init=False)
     _outcomes: dict[Scenario, Outcome] = field(default_factory=dict)
+    _others: "dict[int, Suite]" = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.traces = {name: spread(requests, self.seed) for name, requests in self.read.items()}
+
+    def with_seed(self, seed: int) -> "Suite":
+        """Return the suite of another seed, or itself; always the same one."""
+        if seed == self.seed:
+            return self
+        return self._others.setdefault(seed, Suite(self.read, seed, self.tell))
 
     def pick(self, name: str) -> str:
         """Return the trace that the papers used if it was given, else the first."""
@@ -152,5 +167,5 @@ def open_suite(paths: Sequence[Path], seed: int, tell: Tell) -> Suite:
         name = trace_name(path)
         if name in traces:
             raise UsageError(f"two traces are named {name}: rename one of the files", path=path)
-        traces[name] = spread(read_trace(path), seed)
+        traces[name] = read_trace(path)
     return Suite(traces, seed, tell)

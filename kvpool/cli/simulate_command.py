@@ -15,6 +15,7 @@ from kvpool.cli.bench_command import Progress
 from kvpool.errors import UsageError
 
 if TYPE_CHECKING:
+    from kvpool.integration.conductor.cost import CostModel
     from kvpool.integration.simulator.figure import Figure
 
 DESCRIPTION: Final = (
@@ -52,6 +53,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     run.add_argument("--policy", default="kvcache-centric", help="of the planner")
     run.add_argument("--admission", default="none", help="of the planner")
     run.add_argument("--speed", type=float, default=1.0, help="times as fast as the trace")
+    run.add_argument(
+        "--profile",
+        type=Path,
+        metavar="FILE",
+        help="of the machine, from `kvpool profile` (default: the papers' machine)",
+    )
+    run.add_argument("--ttft-s", type=float, default=30.0, help="objective (default: %(default)s)")
+    run.add_argument("--tbt-s", type=float, default=0.1, help="objective (default: %(default)s)")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -101,6 +110,7 @@ def _figures(
 
 def _single_run(arguments: argparse.Namespace, progress: Progress) -> "Figure":
     from kvpool.integration.conductor.planner import PlannerOptions
+    from kvpool.integration.conductor.snapshot import Objectives
     from kvpool.integration.simulator.setting import ClusterSetting
     from kvpool.integration.simulator.single_run import SingleRun, single_run
     from kvpool.integration.simulator.suite import trace_name
@@ -121,17 +131,37 @@ def _single_run(arguments: argparse.Namespace, progress: Progress) -> "Figure":
         requests = at_speed(spread(read_trace(path), arguments.seed), arguments.speed)
         arriving, count, seconds = iter(requests), len(requests), requests[-1].arrival_s
     tell = _bar(progress)
+    cost, port_bytes_per_s = _machine(arguments.profile)
     return single_run(
         SingleRun(
             name=name,
             requests=arriving,
             seconds=seconds,
             planner=PlannerOptions(policy=arguments.policy, admission=arguments.admission),
-            cluster=ClusterSetting(prefill_count=arguments.prefill, decode_count=arguments.decode),
+            cluster=ClusterSetting(
+                prefill_count=arguments.prefill,
+                decode_count=arguments.decode,
+                port_bytes_per_s=port_bytes_per_s,
+            ),
             seed=arguments.seed,
+            cost=cost,
+            objectives=Objectives(ttft_s=arguments.ttft_s, tbt_s=arguments.tbt_s),
         ),
         lambda arrived: tell(name, arrived / count),
     )
+
+
+def _machine(profile_path: Path | None) -> "tuple[CostModel, float]":
+    """Return the costs of a machine, and the bandwidth of its port."""
+    from kvpool.integration.conductor.cost import ProfiledCost
+    from kvpool.integration.conductor.profile import read_profile
+    from kvpool.integration.simulator.machine import papers_machine
+    from kvpool.integration.simulator.setting import ClusterSetting
+
+    if profile_path is None:
+        return papers_machine(), ClusterSetting().port_bytes_per_s
+    profile = read_profile(profile_path)
+    return ProfiledCost(profile), profile.transfer.bytes_per_s
 
 
 def _bar(progress: Progress) -> Callable[[str, float], None]:
@@ -152,4 +182,7 @@ def _summary(figure: "Figure") -> str:
 def _facts(arguments: argparse.Namespace) -> list[str]:
     traces = [path.name for path in arguments.trace or ()]
     loads = ", ".join(traces) if traces else f"Poisson, {arguments.poisson:g} a second"
-    return [f"Loads: {loads}", f"Seed: {arguments.seed}"]
+    facts = [f"Loads: {loads}", f"Seed: {arguments.seed}"]
+    if arguments.profile is not None:
+        facts.append(f"Machine: profile {arguments.profile.name}")
+    return facts

@@ -10,6 +10,8 @@ from xml.etree import ElementTree
 import pytest
 
 from kvpool.cli.main import main
+from kvpool.integration.conductor.papers import papers_profile
+from kvpool.integration.conductor.profile import write_profile
 
 FIGURES = ("fig5", "fig8", "table3", "fig9", "fig10", "fig15", "fig6", "own")
 
@@ -96,7 +98,7 @@ def test_figure_5_has_the_columns_that_are_asked_for(whole: Path) -> None:
 
 
 def test_equal_seeds_write_equal_files(traces: list[Path], whole: Path, tmp_path: Path) -> None:
-    for figure in ("fig5", "table3"):
+    for figure in ("fig5", "table3", "own"):
         assert simulate(traces, tmp_path, "--figure", figure, "--seed", "3") == 0
         for kind in ("csv", "png"):
             name = f"{figure}.{kind}"
@@ -112,6 +114,32 @@ def test_a_run_of_a_generated_load(tmp_path: Path) -> None:
     (row,) = table(tmp_path / "run.csv")
     assert (row["requests"], row["prefill"], row["decode"]) == ("60", "2", "3")
     assert (tmp_path / "report.html").exists()
+
+
+def test_ours_is_shown_for_five_seeds_with_what_each_part_does(whole: Path) -> None:
+    rows = table(whole / "own.csv")
+    for trace in ("conversation", "synthetic"):
+        mine = [row for row in rows if row["trace"] == trace]
+        assert len({row["speed"] for row in mine}) == 1
+        settings = {row["setting"] for row in mine}
+        assert {"papers, early", "ours", "ours, no patience"} <= settings
+        assert [row["seed"] for row in mine if row["setting"] == "ours"] == [*"34567", "mean"]
+        shares = [float(row["effective_share"]) for row in mine if row["setting"] == "ours"]
+        assert shares[-1] == pytest.approx(sum(shares[:-1]) / 5, rel=1e-5)
+
+
+def test_a_run_on_a_measured_machine(tmp_path: Path) -> None:
+    profile = tmp_path / "profile.json"
+    write_profile(papers_profile(), profile)
+    run = ["--figure", "run", "--poisson", "2", "--requests", "40", "--tbt-s", "0.2"]
+    assert simulate([], tmp_path / "measured", *run, "--profile", str(profile)) == 0
+    assert simulate([], tmp_path / "slower", *run, "--tbt-s", "1", "--speed", "1") == 0
+    measured, papers = (table(tmp_path / name / "run.csv") for name in ("measured", "slower"))
+    assert measured[0]["requests"] == papers[0]["requests"] == "40"
+    assert measured[0]["mean_tbt_s"] != papers[0]["mean_tbt_s"]  # its decode step is another
+    page = (tmp_path / "measured" / "report.html").read_text()
+    assert "profile profile.json" in page
+    assert "TBT 0.2 s" in page
 
 
 def test_progress_and_verdicts_are_told(
@@ -132,6 +160,9 @@ def test_progress_and_verdicts_are_told(
         (["--figure", "run", "--poisson", "0"], "rate_per_s is 0"),
         (["--figure", "run", "--poisson", "1", "--prefill", "0"], "prefill_count is 0"),
         (["--figure", "run", "--poisson", "1", "--policy", "wisest"], "policy is 'wisest'"),
+        (["--figure", "run", "--poisson", "1", "--ttft-s", "0.001"], "ttft_s is 0.001"),
+        (["--figure", "run", "--poisson", "1", "--tbt-s", "0"], "tbt_s is 0"),
+        (["--figure", "run", "--poisson", "1", "--profile", "absent"], "cannot read absent"),
         (["--suite", "mooncake"], "give --trace"),
         (["--trace", "absent.jsonl"], "absent.jsonl cannot be read"),
     ],
