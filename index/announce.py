@@ -134,13 +134,9 @@ class Announcer:
         ends = [key for key, depth in depths.items() if depth > 0 and depth % RUN_BLOCKS == 0]
         self._add(b"".join(run_name(key) for key in ends))
 
-    def gone(self, keys: bytes) -> list[BlockHash]:
-        """Return the blocks that are named here and not among ``keys``, in no order."""
-        named, here = _rows(self._names.keys()), _rows(keys)
-        runs = _rows((_bytes_of(keys) ^ _RUN_MARK).tobytes())
-        lost = named[~np.isin(named, np.concatenate([here, runs]))]
-        # The name of a run that is gone is no block's: whoever removes it finds nothing more.
-        return [BlockHash(bytes(name)) for name in lost]
+    def names(self) -> bytes:
+        """Return all names that are held here, concatenated, in no order."""
+        return self._names.keys()
 
     def renew(self, node: NodeId) -> None:
         """Tell a node everything anew: it has forgotten, or was out of reach for too long."""
@@ -198,6 +194,17 @@ class Announcer:
         if len(told) > PENDING_MAX:
             del self._pending[node]
             self._behind.add(node)
+
+
+def gone(names: bytes, keys: bytes) -> list[BlockHash]:
+    """Return the names whose blocks are not among ``keys``. Linear; shares nothing.
+
+    The name of a run that has gone is returned as well, and is no block's.
+    """
+    named, here = _rows(names), _rows(keys)
+    runs = _rows((_bytes_of(keys) ^ _RUN_MARK).tobytes())
+    lost = named[~np.isin(named, np.concatenate([here, runs]))]
+    return [BlockHash(bytes(name)) for name in lost]
 
 
 def _new_owners(

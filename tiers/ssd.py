@@ -222,6 +222,15 @@ class SsdTier(Tier):
         self._open()
         return self._ledger.rooted(keys)
 
+    def blocks(self) -> tuple[bytes, bytes]:
+        """Return the keys of all blocks that are here and their parents, 32 bytes each, in no order.
+
+        The parent of a first block is zeros.
+        """
+        self._open()
+        listing, _ = self._ledger.blocks(0, self._ledger.slot_count)
+        return listing.keys, listing.parents
+
     def flush(self, deadline_s: float) -> bool:
         """Make what has left the tier leave the disk, too; False if the index is still being written.
 

@@ -1,0 +1,117 @@
+"""What a store tells: earlier runs of it, nodes that forgot, blocks that went; whom a reader asks next."""
+
+import numpy as np
+import pytest
+
+from kvpool.block import HASH_BYTES, BlockHash, NodeId, sha256
+from kvpool.index.announce import OWNERS, Announcer, gone, run_names
+from kvpool.index.lookup import Lookup
+from kvpool.index.ring import BoundedLoad, Ring
+
+NODES = [NodeId(f"n{number}") for number in range(5)]
+
+
+def chain(count: int, seed: int = 0) -> bytes:
+    return b"".join(sha256(f"{seed}/{number}".encode()) for number in range(count))
+
+
+def cut(names: bytes) -> list[BlockHash]:
+    return [
+        BlockHash(names[begin : begin + HASH_BYTES]) for begin in range(0, len(names), HASH_BYTES)
+    ]
+
+
+def told(announcer: Announcer, node: NodeId) -> set[BlockHash]:
+    """Take all that a node is to be told."""
+    names: set[BlockHash] = set()
+    while node in announcer.waiting():
+        kind, some = announcer.take(node, 50)
+        assert kind == "stored"
+        names |= set(cut(some))
+    return names
+
+
+@pytest.mark.parametrize("count", [1, 63, 64, 130, 200])
+def test_an_earlier_runs_blocks_are_named_as_if_they_had_just_been_stored(count: int) -> None:
+    hashes, ring = chain(count), Ring(NODES[:1])
+    live, later = Announcer(1000, ring), Announcer(1000, ring)
+    live.stored(hashes, 0, count)
+    order = np.random.default_rng(count).permutation(count)
+    keys, parents = cut(hashes), [BlockHash(bytes(HASH_BYTES)), *cut(hashes)[:-1]]
+    later.restored(
+        b"".join(keys[index] for index in order), b"".join(parents[index] for index in order)
+    )
+    assert told(later, NODES[0]) == told(live, NODES[0])
+
+
+def test_a_restored_fragment_names_no_run() -> None:
+    hashes = chain(128)
+    announcer = Announcer(1000, Ring(NODES[:1]))
+    keys = cut(hashes)
+    announcer.restored(b"".join(keys[10:]), b"".join(keys[9:-1]))
+    assert told(announcer, NODES[0]) == set(keys[10:])
+
+
+def test_a_node_that_forgot_is_told_everything_anew() -> None:
+    hashes, ring = chain(200), Ring(NODES)
+    announcer = Announcer(1000, ring)
+    announcer.stored(hashes, 0, 200)
+    first = {node: told(announcer, node) for node in NODES}
+    assert announcer.waiting() == []
+    announcer.lose(NODES[2])
+    announcer.lose(NodeId("nobody"))
+    assert announcer.waiting() == [NODES[2]]
+    assert told(announcer, NODES[2]) == first[NODES[2]]
+    assert sum(len(names) for names in first.values()) == OWNERS * (200 + 200 // 64)
+
+
+def test_what_is_gone_is_said_and_runs_that_are_whole_are_not() -> None:
+    hashes = chain(130)
+    names = hashes + run_names(hashes)
+    assert gone(names, hashes) == []
+    lost = set(gone(names, hashes[: 100 * HASH_BYTES]))
+    assert lost == {*cut(hashes)[100:], *cut(run_names(hashes))[1:]}
+    assert len(gone(names, b"")) == 132
+
+
+def test_numbers_and_names_of_owners_agree() -> None:
+    ring, names = Ring(NODES), chain(500)
+    numbered = [tuple(NODES[number] for number in row) for row in ring.owner_numbers(names, 3)]
+    assert numbered == ring.owners_of(names, 3)
+    assert Ring([]).owner_numbers(names, 2).shape == (500, 0)
+
+
+def test_a_ring_of_other_nodes_is_told_what_it_owns() -> None:
+    announcer, hashes = Announcer(1000, Ring(NODES[:2])), chain(150)
+    announcer.stored(hashes, 0, 150)
+    after, names = Ring(NODES[1:]), hashes + run_names(hashes)
+    owned = after.owners_of(names, OWNERS)
+    assert announcer.change_ring(after) == sum(len(set(each) & set(NODES[2:])) for each in owned)
+
+
+def test_names_of_a_node_that_does_not_answer_are_asked_of_others_in_the_same_round() -> None:
+    ring, hashes = Ring(NODES), chain(64)
+    lookup = Lookup(hashes[: 40 * HASH_BYTES], ring, BoundedLoad(NODES))
+    first = lookup.ask()
+    dead = first[0].node
+    again = lookup.ask_others({dead})
+    assert dead not in {question.node for question in again}
+    answers = {question.node: question for question in [*first[1:], *again]}
+    asked = [name for question in answers.values() for name in cut(question.names)]
+    assert sorted(asked) == sorted(cut(hashes)[:40])
+    assert lookup.rounds == 1
+
+
+def test_nobody_left_to_ask_is_no_question() -> None:
+    lookup = Lookup(chain(3), Ring(NODES[:1]), BoundedLoad(NODES[:1]))
+    lookup.ask()
+    assert lookup.ask_others({NODES[0]}) == []
+
+
+def test_who_was_silent_is_asked_only_if_nobody_else_is_left() -> None:
+    ring, hashes = Ring(NODES), chain(60)
+    lookup = Lookup(hashes, ring, BoundedLoad(NODES), avoid={NODES[0], NODES[1]})
+    names = {name: question.node for question in lookup.ask() for name in cut(question.names)}
+    for name, owned in zip(cut(hashes), ring.owners_of(hashes, OWNERS), strict=True):
+        alive = [node for node in owned if node not in {NODES[0], NODES[1]}]
+        assert names[name] in (alive or owned)
