@@ -7,17 +7,18 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from pathlib import Path
-from typing import Final
 
-import msgspec
-
-from kvpool.cli import bench_command, doctor, fsck, plan, profile_command, simulate_command, tier
-from kvpool.client import protocol
-from kvpool.client.rpc import Caller
-from kvpool.errors import KVPoolError, PeerUnreachableError, UnavailableError
-
-_STATS_TIMEOUT_S: Final = 5.0
+from kvpool.cli import (
+    bench_command,
+    doctor,
+    fsck,
+    nodes,
+    plan,
+    profile_command,
+    simulate_command,
+    tier,
+)
+from kvpool.errors import KVPoolError
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,10 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_arguments(made)
     made.set_defaults(run=plan.run)
-    made = commands.add_parser("stats", help="show what a running server holds")
-    made.add_argument("--run-dir", type=Path, required=True, help="the server's folder")
-    made.add_argument("--json", action="store_true", help="as one JSON object")
-    made.set_defaults(run=_stats)
+    nodes.add_commands(commands)
     made = commands.add_parser("version", help="show the version")
     made.set_defaults(run=_version)
     return parser
@@ -92,24 +90,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return 1
     return status or 0
-
-
-def _stats(arguments: argparse.Namespace) -> None:
-    caller = Caller(f"unix:{arguments.run_dir.absolute() / protocol.CONTROL_SOCKET}")
-    try:
-        reply = caller.call(protocol.STATS, protocol.Done(), _STATS_TIMEOUT_S)
-    except UnavailableError as error:
-        raise PeerUnreachableError(
-            f"no server answers in {arguments.run_dir}: start one with kvpool-server --run-dir"
-        ) from error
-    finally:
-        caller.close()
-    counts = {**dict(sorted(reply.stats.items())), **dict(sorted(reply.extra.items()))}
-    if arguments.json:
-        print(msgspec.json.encode(counts).decode())
-        return
-    for name, count in counts.items():
-        print(f"{name:<16} {count:>12}")
 
 
 def _version(arguments: argparse.Namespace) -> None:

@@ -176,6 +176,16 @@ class Asked(Generic[Reply]):
             raise PeerUnreachableError("the channel was closed: connect again") from error
         return self._decode(payload)
 
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for its end, at most so long; say whether it ended."""
+        try:
+            self._future.exception(timeout_s)
+        except grpc.FutureTimeoutError:
+            return False
+        except grpc.FutureCancelledError:
+            return True
+        return True
+
     def cancel(self) -> None:
         """Give the call up."""
         self._future.cancel()
@@ -351,12 +361,13 @@ class Service:
         except RuntimeError as error:
             raise errors.UsageError(f"cannot listen at {address}: {error}") from error
 
-    async def start(self, address: str) -> None:
+    async def start(self, address: str = "") -> None:
         """Serve at ``address``, say ``unix:PATH``, and where ``listen`` said. Raises as ``listen``."""
         for service, handlers in self._handlers.items():
             generic = grpc.method_handlers_generic_handler(service, handlers)
             self.server.add_generic_rpc_handlers((generic,))
-        self.listen(address)
+        if address:
+            self.listen(address)
         await self.server.start()
 
     async def stop(self, grace_s: float) -> None:

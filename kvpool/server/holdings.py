@@ -6,14 +6,16 @@ from kvpool.tiers.base import Tier
 
 
 class Holdings(Protocol):
-    """Hears of blocks. Everything is called in the server's event loop, and must not wait."""
+    """Hears of blocks. Everything is called in the server's event loop."""
 
     async def opened(self, tier: Tier) -> None:
         """Hear of the tier, once, before the first client uses it. May wait for a scan of it."""
         ...
 
-    def stored(self, chain: bytes, first: int, count: int) -> None:
+    async def stored(self, chain: bytes, first: int, count: int) -> None:
         """Hear that blocks ``first`` to ``first + count`` of a chain are here now.
+
+        May wait a little until whoever asks elsewhere would find them.
 
         Args:
             chain: Hashes from the root on, to the last of the blocks at least.

@@ -20,6 +20,7 @@ import msgspec
 import numpy as np
 from google.protobuf.message import Message
 
+from kvpool.arena import Slots
 from kvpool.base import StoreResult
 from kvpool.block import HASH_BYTES, BlockHash, BlockLayout
 from kvpool.client import protocol
@@ -42,6 +43,7 @@ from kvpool.pool import Pool
 from kvpool.reservation import Reservation
 from kvpool.server.holdings import Holdings
 from kvpool.server.sessions import Session, Sessions
+from kvpool.server.tenancy import Tenancy
 from kvpool.server.tenant import calling_tenant
 from kvpool.server.tier_report import TierReport, tier_counts
 from kvpool.tiers.dram import DramTier
@@ -68,6 +70,7 @@ class PoolService:
         executor: For what blocks: opening the arena, and checking a block that was reported.
         metrics, events, clock: Components.
         holdings: Told what is stored and removed; None: nobody is.
+        tenancy: What tenants may; None: there are none.
 
     Attributes:
         addresses: Where each transport listens, by kind. To be set before the first client comes.
@@ -83,11 +86,13 @@ class PoolService:
         events: EventSink,
         clock: Clock,
         holdings: Holdings | None = None,
+        tenancy: Tenancy | None = None,
     ) -> None:
         self._config = config
         self._transports = dict(transports)
         self._incarnation = next(iter(transports.values())).incarnation
         self._holdings = holdings
+        self._tenancy = tenancy or Tenancy(metrics)
         self._executor = executor
         self._metrics = metrics
         self._events = events
@@ -124,10 +129,16 @@ class PoolService:
         if pool is None:
             return
         pool.leases.expire()
+        self._tenancy.tick()
         self.sessions.expire(_IDLE_S)
         stats = pool.stats()
         self._metrics.set("kvpool_server_lease_count", stats.leases)
         self._report_tiers.tell(pool.tier)
+
+    def backlog(self) -> int:
+        """Return how many blocks wait to be written to the SSD."""
+        pool = self._opened()
+        return 0 if pool is None else tier_counts(pool.tier).get("stack", {}).get("backlog", 0)
 
     def close(self) -> None:
         """Close the pool. After the transport was closed: nobody reads or writes it any more."""
@@ -219,6 +230,8 @@ class PoolService:
         assert isinstance(pool.tier, DramTier | StackTier)
         for kind, transport in self._transports.items():
             self._regions[kind] = transport.register(pool.tier.arena).region
+        slots = sum(counts.get("slots", 0) for counts in tier_counts(pool.tier).values())
+        self._tenancy.opened(slots, layout.block_bytes, pool.tier.match)
         if self._holdings is not None:
             await self._holdings.opened(pool.tier)
         logger.info("opened %d slots of %s", pool.tier.arena.slot_count, layout)
@@ -233,12 +246,15 @@ class PoolService:
         return protocol.Done()
 
     async def _match(self, request: protocol.MatchRequest) -> protocol.MatchReply:
-        return protocol.MatchReply(blocks=self._pool().match_hashes(request.hashes))
+        return protocol.MatchReply(
+            blocks=self._pool().match_hashes(self._tenancy.visible(request.hashes))
+        )
 
     async def _lease(self, request: protocol.LeaseRequest) -> protocol.LeaseReply:
         session, pool = self.sessions.get(request.client), self._pool()
+        self._tenancy.require_own(request.hashes)
         await self._promote(pool, request.hashes)
-        lease, slots = pool.leases.grant(session.client, request.hashes, request.seconds)
+        lease, slots = self._grant(pool, session, request.hashes, request.seconds)
         pool.leases.count_missing(request.missing)
         if session.endpoint is None:
             session.leases.add(lease)
@@ -344,6 +360,8 @@ class PoolService:
         if self._stores >= self._config.stores_max:
             why = f"{self._config.stores_max} stores are under way: try later"
             return protocol.StoreReply(stored=0, new=0, refused=why)
+        self._tenancy.require_own(request.ancestors + request.hashes)
+        self._tenancy.require_room(request.hashes)
         began = self._clock.now()
         pool.leases.expire()
         parent = BlockHash(request.ancestors[-HASH_BYTES:]) if request.ancestors else None
@@ -361,8 +379,9 @@ class PoolService:
                 result = await self._make_durable(pool, request, result, left_s)
         if self._holdings is not None:
             first = len(request.ancestors) // HASH_BYTES
-            self._holdings.stored(request.ancestors + request.hashes, first, result.stored)
+            await self._holdings.stored(request.ancestors + request.hashes, first, result.stored)
         held = request.hashes[: result.stored * HASH_BYTES]
+        self._tenancy.stored(held)
         lease = self._hold(pool, session, held, request.hold_s)
         return protocol.StoreReply(
             stored=result.stored, new=result.new, refused=result.refused, lease=lease
@@ -434,10 +453,12 @@ class PoolService:
         )
 
     async def _evict(self, request: protocol.EvictRequest) -> protocol.EvictReply:
+        self._tenancy.require_operator()
         _require_operator("evict")
         return protocol.EvictReply(blocks=self._pool().tier.evict(request.blocks))
 
     async def _verify(self, request: protocol.Done) -> protocol.VerifyReply:
+        self._tenancy.require_operator()
         _require_operator("verify")
         tier = self._pool().tier
         dram = tier.fast if isinstance(tier, StackTier) else tier
@@ -499,13 +520,26 @@ class PoolService:
                 copy.add_done_callback(reservation.settle)
             raise
 
+    def _grant(
+        self, pool: Pool, session: Session, hashes: bytes, seconds: float
+    ) -> tuple[LeaseId, Slots]:
+        """Lease blocks to a client, within its own and its tenant's quota."""
+        lease, slots = pool.leases.grant(session.client, hashes, seconds)
+        clients = self.sessions.of_tenant(session.tenant)
+        try:
+            self._tenancy.require_leasable(sum(pool.leases.bytes_of(one.client) for one in clients))
+        except CapacityError:
+            pool.leases.release(session.client, lease)
+            raise
+        return lease, slots
+
     def _hold(self, pool: Pool, session: Session, hashes: bytes, seconds: float) -> int:
         """Lease blocks of an unfinished store to its client; 0 if that is not possible."""
         if not hashes or seconds <= 0:
             return 0
         try:
             limit = self._config.pool.lease_seconds_max
-            return pool.leases.grant(session.client, hashes, min(seconds, limit))[0]
+            return self._grant(pool, session, hashes, min(seconds, limit))[0]
         except CapacityError as error:
             logger.debug("blocks of a store are not held: %s", error)
             return 0

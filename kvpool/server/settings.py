@@ -141,7 +141,8 @@ class TransferSettings(Section):
         ),
     ] = False
     ucx_library: Annotated[
-        str, msgspec.Meta(description="Path of the libucp to load; empty: chosen, see kvpool doctor")
+        str,
+        msgspec.Meta(description="Path of the libucp to load; empty: chosen, see kvpool doctor"),
     ] = ""
 
 

@@ -128,7 +128,7 @@ def test_folders_and_flags_that_are_refused(run_dir: Path) -> None:
         (["--run-dir", str(run_dir / "no" / "such")], "cannot make"),
         (["--run-dir", "/" + "x" * 100], "shorter"),
         (["--dram", "lots"], "--dram"),
-        (["--metrics-port", "99999"], "metrics_port"),
+        (["--metrics-port", "99999"], "--metrics-port"),
         (["--trace", "/no/such/file"], "cannot write the trace"),
     ):
         refused = run(*flags)
@@ -185,12 +185,27 @@ def test_the_command_line_shows_what_a_server_holds(
     run_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with ServerProcess(run_dir, DRAM_BYTES):
-        assert main(["stats", "--run-dir", str(run_dir), "--json"]) == 0
-        assert json.loads(capsys.readouterr().out)["slots"] == 0, "no layout is known yet"
+        assert main(["stat", "--run-dir", str(run_dir), "--json"]) == 0
+        shown = json.loads(capsys.readouterr().out)["server"]
+        assert shown["slots"] == 0, "no layout is known yet"
         with connect(run_dir, LAYOUT, WAIT_S, config=PATIENT) as pool:
             blocks = store(pool, 1)
-            assert main(["stats", "--run-dir", str(run_dir)]) == 0
-        shown = dict(line.split() for line in capsys.readouterr().out.splitlines())
+            assert main(["stat", "--run-dir", str(run_dir)]) == 0
+            lines = capsys.readouterr().out.splitlines()[1:]
+            hashes = chain_of(pool, 1).hashes
+            asked = [arg for at in range(2) for arg in ("--hash", hashes[at * 32 :][:32].hex())]
+            assert main(["match", "--run-dir", str(run_dir), "--json", *asked]) == 0
+            found = json.loads(capsys.readouterr().out)
+            assert found == {"blocks": 2, "nodes": [{"node": "server", "blocks": 2}]}
+            assert main(["nodes", "--run-dir", str(run_dir)]) == 0
+            titles, row = capsys.readouterr().out.splitlines()
+            assert titles.split()[:3] == ["node", "address", "state"]
+            assert row.split()[2:5] == ["up", "64", str(blocks)]
+            assert (
+                main(["top", "--run-dir", str(run_dir), "--times", "2", "--interval", "0.01"]) == 0
+            )
+            assert len(capsys.readouterr().out.splitlines()) == 4
+        shown = dict(line.split() for line in lines)
         assert (shown["slots"], shown["ready"], shown["clients"]) == ("64", str(blocks), "1")
 
 

@@ -82,7 +82,7 @@ def test_the_table_says_when_a_row_is_not_valid(capsys: pytest.CaptureFixture[st
 def test_version_and_wrong_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["version"]) == 0
     assert capsys.readouterr().out[0].isdigit()
-    assert main(["stats", "--run-dir", str(tmp_path)]) == 2
+    assert main(["stat", "--run-dir", str(tmp_path)]) == 2
     assert "kvpool-server --run-dir" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["bench", "nothing"])

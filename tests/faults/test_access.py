@@ -1,0 +1,444 @@
+"""Nobody gets in who may not, nothing is granted to him, and nothing that is sent ends the server."""
+
+import os
+import random
+import socket
+import ssl
+import urllib.request
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import grpc
+import pytest
+from google.protobuf.message import Message
+
+from kvpool.client import protocol
+from kvpool.client.link import Place
+from kvpool.client.remote import RemotePool
+from kvpool.client.rpc import OPEN, Caller, ClientAccess, Method
+from kvpool.client.ways import Ways
+from kvpool.errors import (
+    CapacityError,
+    KVPoolError,
+    PeerUnreachableError,
+    StaleIncarnationError,
+    UsageError,
+)
+from kvpool.server.from_settings import parts_of
+from kvpool.server.settings_file import parse_settings
+from kvpool.testing.blocks import namespace
+from tests.certificates import Authority
+from tests.etcd_process import free_port
+from tests.faults.pool_client import LAYOUT, PATIENT, WAIT_S, chain_of, store
+from tests.server_process import ServerProcess, until
+
+DRAM_BYTES = 256 * LAYOUT.block_bytes
+QUOTA_BLOCKS = 16
+TENANTS = ("red", "blue", "small", "servers")
+METHODS: list[Method[Message, Message]] = [
+    made for made in vars(protocol).values() if isinstance(made, Method)
+]
+NAMES = [method.name for method in METHODS]
+
+
+def _token(tenant: str) -> str:
+    return f"{tenant}-{'t' * 40}"
+
+
+@dataclass
+class Secure:
+    """A server with TLS, and its authority. ``mutual``: it asks for certificates, not for tokens."""
+
+    process: ServerProcess
+    authority: Authority
+    address: str
+    http: int
+
+    def caller(self, access: ClientAccess) -> Caller:
+        return Caller(self.address, access)
+
+    def tenant(self, name: str) -> ClientAccess:
+        return self.authority.access(token=_token(name))
+
+    def pool(self, name: str) -> RemotePool:
+        ways = Ways(LAYOUT, PATIENT)
+        return RemotePool(Place(self.address, self.tenant(name)), LAYOUT, ways, PATIENT, WAIT_S)
+
+    def counter(self, reason: str) -> float:
+        direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        with direct.open(f"http://127.0.0.1:{self.http}/metrics", timeout=WAIT_S) as reply:
+            for line in reply.read().decode().splitlines():
+                if line.startswith(f'kvpool_server_refused_calls_total{{reason="{reason}"}}'):
+                    return float(line.split()[1])
+        return 0.0
+
+    def stats(self) -> dict[str, int]:
+        with closing(self.caller(self.tenant("servers"))) as caller:
+            reply = caller.call(protocol.STATS, protocol.Done(), WAIT_S)
+        return {**dict(reply.stats), **dict(reply.extra)}
+
+
+def _start(folder: Path, *, mutual: bool = False, expired: bool = False) -> Secure:
+    authority = Authority(folder)
+    server = authority.issue("server", expired=expired)
+    port, http = free_port(), free_port()
+    lines = [
+        '[node]\nname = "a"',
+        f'[[ring.members]]\nname = "a"\naddress = "127.0.0.1:{port}"',
+        "[listen]",
+        f'address = "127.0.0.1:{port}"',
+        f'http = "127.0.0.1:{http}"',
+        f'certificate_file = "{server.certificate}"',
+        f'key_file = "{server.key}"',
+        f'client_ca_file = "{authority.ca}"' if mutual else "",
+        "[access]",
+        f'server_ca_file = "{authority.ca}"',
+        f'secret_file = "{_secret(folder / "secret", "p" * 64)}"',
+    ]
+    for tenant in TENANTS:
+        lines += ["[[tenants]]", f'name = "{tenant}"']
+        if mutual:
+            lines.append(f'certificate_names = ["{tenant}.pool"]')
+        else:
+            lines.append(f'token_file = "{_secret(folder / tenant, _token(tenant))}"')
+        if tenant == "small":
+            quota = QUOTA_BLOCKS * LAYOUT.block_bytes
+            lines += [f"lease_bytes_max = {quota}", f"store_bytes_max = {2 * quota}"]
+        lines.append(f"operator = {str(tenant == 'servers').lower()}")
+    config = folder / "pool.toml"
+    config.write_text("\n".join(lines))
+    process = ServerProcess(folder / "run", DRAM_BYTES, "--config", str(config))
+    return Secure(process, authority, f"127.0.0.1:{port}", http)
+
+
+def _secret(path: Path, text: str) -> Path:
+    path.write_text(text)
+    path.chmod(0o600)
+    return path
+
+
+@pytest.fixture(scope="module")
+def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secure]:
+    made = _start(tmp_path_factory.mktemp("secure"))
+    with made.process:
+        with closing(made.caller(made.tenant("servers"))) as caller:
+            layout = protocol.encode_layout(LAYOUT)
+            request = protocol.ConfigureRequest(version=protocol.PROTOCOL_VERSION, layout=layout)
+            caller.call(protocol.CONFIGURE, request, WAIT_S)
+        yield made
+
+
+def _ask(caller: Caller, method: Method[Message, Message]) -> None:
+    """Call a method with an empty request, whatever its shape."""
+    if method.takes:
+        caller.send(method, iter([method.request()]), WAIT_S)
+    elif method.streams:
+        for _ in caller.stream(method, method.request(), WAIT_S):
+            return
+    else:
+        caller.call(method, method.request(), WAIT_S)
+
+
+# ---- who may call --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", METHODS, ids=NAMES)
+def test_without_a_valid_token_every_method_is_refused(
+    secure: Secure, method: Method[Message, Message]
+) -> None:
+    before = secure.counter("unknown")
+    for token in ("", "x" * 64, _token("red")[:-1], _token("red") + "t", "../../etc/passwd"):
+        with (
+            closing(secure.caller(secure.authority.access(token=token))) as caller,
+            pytest.raises(UsageError, match="lets nobody in without a valid token"),
+        ):
+            _ask(caller, method)
+    assert secure.counter("unknown") == before + 5
+
+
+def test_without_tls_there_is_no_answer(secure: Secure) -> None:
+    for access in (OPEN, ClientAccess(token=_token("red"))):
+        with closing(secure.caller(access)) as caller, pytest.raises(PeerUnreachableError):
+            caller.call(protocol.STATS, protocol.Done(), WAIT_S)
+
+
+def test_a_server_that_another_authority_signed_is_not_trusted(
+    secure: Secure, tmp_path: Path
+) -> None:
+    stranger = Authority(tmp_path).access(token=_token("red"))
+    with closing(secure.caller(stranger)) as caller, pytest.raises(PeerUnreachableError):
+        caller.call(protocol.STATS, protocol.Done(), WAIT_S)
+
+
+def test_a_certificate_is_asked_for_and_looked_at(tmp_path: Path) -> None:
+    made = _start(tmp_path / "own", mutual=True)
+    stranger = Authority(tmp_path / "other")
+    own = made.authority
+    with made.process:
+        for access in (
+            own.access(),
+            own.access(own.issue("red.pool", expired=True)),
+            ClientAccess(
+                ca=own.ca.read_bytes(),
+                certificate=stranger.issue("red.pool").certificate.read_bytes(),
+                key=stranger.issue("red.pool").key.read_bytes(),
+            ),
+        ):
+            with closing(made.caller(access)) as caller, pytest.raises(PeerUnreachableError):
+                caller.call(protocol.STATS, protocol.Done(), WAIT_S)
+        with (
+            closing(made.caller(own.access(own.issue("nobody.pool")))) as caller,
+            pytest.raises(UsageError, match="lets nobody in"),
+        ):
+            caller.call(protocol.STATS, protocol.Done(), WAIT_S)
+        with closing(made.caller(own.access(own.issue("red.pool")))) as caller:
+            caller.call(protocol.STATS, protocol.Done(), WAIT_S)
+
+
+def test_a_server_whose_certificate_expired_is_not_trusted(tmp_path: Path) -> None:
+    made = _start(tmp_path / "own", expired=True)
+    with (
+        made.process,
+        closing(made.caller(made.tenant("red"))) as caller,
+        pytest.raises(PeerUnreachableError),
+    ):
+        caller.call(protocol.STATS, protocol.Done(), WAIT_S)
+
+
+# ---- what a tenant may ---------------------------------------------------------------------------
+
+
+def test_another_tenants_blocks_cannot_be_named(secure: Secure) -> None:
+    with closing(secure.pool("red")) as red, closing(secure.pool("blue")) as blue:
+        blocks = store(red, 1)
+        assert red.match(chain_of(red, 1)).blocks == blocks > 0
+        assert blue.match(chain_of(blue, 1)).blocks == 0
+        assert chain_of(red, 1).hashes != chain_of(blue, 1).hashes
+        salted = namespace(LAYOUT, "chain 1")
+        assert red.salt() not in (b"", blue.salt())
+        assert salted.digest not in chain_of(red, 1).hashes
+
+
+def test_another_tenants_salt_opens_nothing(secure: Secure) -> None:
+    """Even who knows the names, from a log, say, gets nothing for them."""
+    before = secure.counter("tenant")
+    with ExitStack() as stack:
+        red = stack.enter_context(closing(secure.pool("red")))
+        store(red, 2)
+        names = chain_of(red, 2).hashes
+        caller = stack.enter_context(closing(secure.caller(secure.tenant("blue"))))
+        client = _greet(caller)
+        match = caller.call(protocol.MATCH, protocol.MatchRequest(hashes=names), WAIT_S)
+        assert match.blocks == 0
+        lease = protocol.LeaseRequest(client=client, hashes=names, seconds=1.0)
+        with pytest.raises(UsageError, match="is another tenant's"):
+            caller.call(protocol.LEASE, lease, WAIT_S)
+        header = protocol.StoreRequest(
+            client=client,
+            hashes=names[:32],
+            crcs=bytes(4 * LAYOUT.crc_count),
+            timeout_s=1.0,
+            hold_s=1.0,
+        )
+        write = iter([protocol.WriteRequest(header=header)])
+        with pytest.raises(UsageError, match="is another tenant's"):
+            caller.send(protocol.WRITE, write, WAIT_S)
+        assert secure.stats()["leases"] == 0
+    assert secure.counter("tenant") == before + 3
+
+
+def test_a_connection_is_its_tenants_alone(secure: Secure) -> None:
+    with ExitStack() as stack:
+        red = stack.enter_context(closing(secure.caller(secure.tenant("red"))))
+        blue = stack.enter_context(closing(secure.caller(secure.tenant("blue"))))
+        client = _greet(red)
+        hello = protocol.HelloRequest(
+            version=protocol.PROTOCOL_VERSION, client=client, streams=True
+        )
+        with pytest.raises(UsageError):
+            blue.call(protocol.HELLO, hello, WAIT_S)
+        release = protocol.ReleaseRequest(client=client, lease=1)
+        with pytest.raises(StaleIncarnationError):
+            blue.call(protocol.RELEASE, release, WAIT_S)
+
+
+def test_a_lease_quota_is_of_all_clients_of_a_tenant(secure: Secure) -> None:
+    before = secure.counter("lease_bytes")
+    with closing(secure.pool("small")) as first, closing(secure.pool("small")) as second:
+        assert store(first, 3) == QUOTA_BLOCKS
+        match = first.match(chain_of(first, 3))
+        with first.lease(match, 30) as lease:
+            assert lease.blocks == QUOTA_BLOCKS
+            with pytest.raises(CapacityError, match="tenant small would hold"):
+                second.lease(match, 30)
+            assert secure.stats()["leases"] == 1
+        assert secure.counter("lease_bytes") == before + 1
+        until(lambda: secure.stats()["leases"] == 0, "the lease was given back")
+        with second.lease(match, 30) as lease:
+            assert lease.blocks == QUOTA_BLOCKS
+
+
+def test_a_store_quota_refuses_and_others_go_on(secure: Secure) -> None:
+    before = secure.counter("store_bytes")
+    with closing(secure.pool("small")) as small, closing(secure.pool("red")) as red:
+        store(small, 3), store(small, 4)
+        with pytest.raises(CapacityError, match="tenant small has"):
+            store(small, 5)
+        assert store(red, 5) > 0
+    assert secure.counter("store_bytes") == before + 1
+
+
+def test_what_concerns_everybody_is_for_operators(secure: Secure) -> None:
+    with closing(secure.caller(secure.tenant("red"))) as caller:
+        for method in (protocol.EVICT, protocol.VERIFY):
+            with pytest.raises(UsageError, match="is no operator"):
+                caller.call(method, method.request(), WAIT_S)
+    with closing(secure.caller(secure.tenant("servers"))) as caller:
+        assert caller.call(protocol.EVICT, protocol.EvictRequest(blocks=1), WAIT_S).blocks <= 1
+
+
+@pytest.mark.parametrize(
+    "name", ["../../etc/passwd", "a\0b", "x" * 300, "\u4e2d\u6587 \U0001f600", "'; --", "\n\r\t"]
+)
+def test_any_text_is_a_name_and_no_path(secure: Secure, name: str) -> None:
+    with closing(secure.pool("red")) as pool:
+        tokens = list(range(2 * LAYOUT.block_tokens))
+        plain, odd = namespace(LAYOUT), namespace(LAYOUT, name)
+        assert pool.match(pool.chain(odd, tokens)).blocks == 0
+        assert pool.chain(odd, tokens).hashes != pool.chain(plain, tokens).hashes
+
+
+# ---- garbage -------------------------------------------------------------------------------------
+
+
+def _greet(caller: Caller) -> bytes:
+    client = os.urandom(protocol.CLIENT_BYTES)
+    caller.call(
+        protocol.HELLO,
+        protocol.HelloRequest(version=protocol.PROTOCOL_VERSION, client=client, streams=True),
+        WAIT_S,
+    )
+    return client
+
+
+def _message(kind: type[Message], client: bytes, rng: random.Random) -> Message:
+    """Return a request whose fields are mostly of the right kind, and of no use."""
+    made = kind()
+    for field in kind.DESCRIPTOR.fields:
+        if rng.random() < 0.2 or field.message_type is not None:
+            continue
+        number = rng.choice([0, 1, 2, 7, 1 << 31, (1 << 32) - 1])
+        values: dict[type, object] = {
+            bytes: rng.choice([client, b"", rng.randbytes(32), rng.randbytes(31), bytes(3200)]),
+            str: rng.choice(["", "a", "../x", "\0", "x" * 300]),
+            float: rng.choice([0.0, -1.0, 1.0, float("nan"), float("inf"), 1e300]),
+            int: number,
+            bool: rng.random() < 0.5,
+        }
+        value = values[type(field.default_value) if not field.is_repeated else int]
+        with suppress(ValueError, TypeError):  # above what the field holds
+            if field.is_repeated:
+                getattr(made, field.name).extend([number, 0])
+            else:
+                setattr(made, field.name, value)
+    return made
+
+
+def test_no_frame_grants_anything_or_ends_the_server(
+    secure: Secure, count: Callable[[int, int], int]
+) -> None:
+    """Every method, with a token and without: noise, cut and changed messages, odd values."""
+    rng = random.Random(20)
+    credentials = secure.authority.access().credentials()
+    header = (("authorization", f"Bearer {_token('red')}"),)
+    with ExitStack() as stack:
+        caller = stack.enter_context(closing(secure.caller(secure.tenant("red"))))
+        client = _greet(caller)
+        channel = stack.enter_context(grpc.secure_channel(secure.address, credentials))
+        for number in range(count(12, 4000)):
+            for method in METHODS:
+                whole = _message(method.request, client, rng).SerializeToString()
+                cut = whole[: rng.randrange(len(whole) + 1)]
+                frame = rng.choice([whole, cut, cut + rng.randbytes(9), rng.randbytes(number % 99)])
+                metadata = header if rng.random() < 0.8 else ()
+                _send(channel, method, frame, metadata)
+        stats = secure.stats()
+    assert secure.process.process.poll() is None
+    assert (stats["leases"], stats["quarantined"], stats["reserved"]) == (0, 0, 0)
+
+
+def _send(
+    channel: grpc.Channel,
+    method: Method[Message, Message],
+    frame: bytes,
+    metadata: tuple[tuple[str, str], ...],
+) -> None:
+    """Send one frame. What comes back is an answer or a typed refusal, never a bug."""
+    try:
+        if method.takes:
+            call = channel.stream_unary(method.path)
+            call(iter([frame, frame]), timeout=WAIT_S, metadata=metadata)
+        elif method.streams:
+            stream = channel.unary_stream(method.path)(frame, timeout=0.2, metadata=metadata)
+            next(iter(stream), None)
+            stream.cancel()
+        else:
+            channel.unary_unary(method.path)(frame, timeout=WAIT_S, metadata=metadata)
+    except grpc.RpcError as error:
+        said = dict(error.trailing_metadata() or ()).get("kvpool-error", "")
+        assert said != "InternalError", f"{method.name} {frame.hex()}: {error.details()}"
+        assert error.code() != grpc.StatusCode.UNKNOWN, f"{method.name} {frame.hex()}"
+
+
+def test_what_is_no_grpc_is_hung_up_on(secure: Secure, count: Callable[[int, int], int]) -> None:
+    rng = random.Random(21)
+    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+    host, port = secure.address.split(":")
+    plain = ssl.create_default_context(cafile=str(secure.authority.ca))
+    plain.set_alpn_protocols(["h2"])
+    for number in range(count(10, 2000)):
+        noise = rng.choice([b"", preface]) + rng.randbytes(rng.choice([0, 9, 100, 5000]))
+        with socket.create_connection((host, int(port)), WAIT_S) as raw, suppress(OSError):
+            if number % 2:
+                raw.sendall(noise)
+                continue
+            with plain.wrap_socket(raw, server_hostname="localhost") as wrapped:
+                wrapped.sendall(noise)
+    assert secure.process.process.poll() is None
+    assert secure.stats()["leases"] == 0
+
+
+# ---- where it listens ----------------------------------------------------------------------------
+
+
+def test_beyond_loopback_it_needs_tls_and_somebody_to_let_in(tmp_path: Path) -> None:
+    server = Authority(tmp_path).issue("server")
+    tls = f'certificate_file = "{server.certificate}"\nkey_file = "{server.key}"\n'
+    listen = '[listen]\naddress = "0.0.0.0:7420"\n'
+    for text, said in (
+        (listen, "beyond loopback, without TLS"),
+        (listen + tls, "lets everybody in"),
+        ('[listen]\naddress = "[::]:7420"\n', "beyond loopback, without TLS"),
+        ('[listen]\naddress = "7420"\n', "write HOST:PORT"),
+        ('[listen]\naddress = "a/../b:7420"\n', "is no name or address"),
+        ('[listen]\ncertificate_file = "x"\n', "go together"),
+        ('[listen]\nclient_ca_file = "x"\n', "needs TLS"),
+        ('[ring]\nmembers = [{name="a", address="a:1"}]\n', "set node.name"),
+        (
+            '[node]\nname="../a"\n[ring]\nmembers = [{name="a", address="a:1"}]\n',
+            "no name of a node",
+        ),
+    ):
+        with pytest.raises(KVPoolError, match=said):
+            parts_of(parse_settings(text), tmp_path)
+    for text in (
+        '[listen]\naddress = "127.0.0.1:7420"\n',
+        listen + "insecure = true\n",
+        listen + tls + f'client_ca_file = "{tmp_path / "ca.pem"}"\n',
+    ):
+        assert parts_of(parse_settings(text), tmp_path).config.listen
+    server.key.chmod(0o644)
+    with pytest.raises(KVPoolError, match="others may read"):
+        parts_of(parse_settings(listen + tls + "insecure = true\n"), tmp_path)
