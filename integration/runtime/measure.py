@@ -54,7 +54,9 @@ class Effort:
         running_max: Most requests in a decode step.
         chunk_tokens: Tokens of one forward of a prefill.
         block_tokens: Tokens of a block.
-        repeats: Times that each is measured; the median counts.
+        repeats: Times that each is measured at most; the median counts.
+        seconds_max: No further round of any of the three kinds begins once a third of it has gone
+            by; each has one.
     """
 
     tokens_max: int = 1024
@@ -62,6 +64,7 @@ class Effort:
     chunk_tokens: int = 512
     block_tokens: int = 16
     repeats: int = 3
+    seconds_max: float = 180.0
 
 
 def measure(
@@ -109,6 +112,8 @@ def _check(effort: Effort, spec: ModelSpec) -> None:
         )
     if effort.running_max < 1 or effort.repeats < 1:
         raise UsageError("running-max and repeats must be at least 1")
+    if not effort.seconds_max > 0:
+        raise UsageError(f"seconds-max is {effort.seconds_max}: it must be above 0")
 
 
 def doubling(first: int, last: int) -> list[int]:
@@ -140,13 +145,13 @@ def _compute_samples(
         _prefill(runner, tables[0], lengths[0], 0, effort.chunk_tokens)  # what runs first is slow
         prefill_s = _medians(
             sorted(prefills),
-            effort.repeats,
+            effort,
             lambda one: _prefill(runner, tables[0], one[0], one[1], effort.chunk_tokens),
             lambda one: tell(f"prefill of {one[0]} tokens, {one[1]} of them cached"),
         )
         decode_s = _medians(
             sorted(decodes),
-            effort.repeats,
+            effort,
             lambda one: runner.forward(
                 [Row([_TOKEN], one[1], table) for table in tables[: one[0]]]
             ),
@@ -171,13 +176,16 @@ def _prefill(
 
 def _medians(
     cases: Sequence[tuple[int, int]],
-    repeats: int,
+    effort: Effort,
     run: Callable[[tuple[int, int]], object],
     tell: Callable[[tuple[int, int]], None],
 ) -> dict[tuple[int, int], float]:
-    """Time each case ``repeats`` times, all of them in turn, and return the medians in seconds."""
+    """Time each case some times, all of them in turn, and return the medians in seconds."""
     times: dict[tuple[int, int], list[float]] = {case: [] for case in cases}
-    for _ in range(repeats):
+    enough_at = time.perf_counter() + effort.seconds_max / 3
+    for round_number in range(effort.repeats):
+        if round_number and time.perf_counter() > enough_at:
+            break
         for case in cases:
             tell(case)
             began = time.perf_counter()
@@ -215,7 +223,7 @@ def _transfer_samples(
         load((1, 0))
         medians = _medians(
             [(count, 0) for count in counts],
-            effort.repeats,
+            effort,
             load,
             lambda one: tell(f"load of {one[0]} blocks"),
         )

@@ -36,6 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repeats", type=int, default=3, help="the median counts (default: %(default)s)"
     )
+    parser.add_argument(
+        "--seconds-max",
+        type=float,
+        default=180.0,
+        help="repeat less than that if it would take longer (default: %(default)s)",
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -54,6 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
                 tokens_max=arguments.tokens_max,
                 running_max=arguments.running_max,
                 repeats=arguments.repeats,
+                seconds_max=arguments.seconds_max,
             ),
             tell=progress.tell,
         )

@@ -13,7 +13,9 @@ from tests.tiny_model import tiny_model
 
 def test_a_model_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, out = tiny_model(tmp_path / "model"), tmp_path / "profile.json"
-    flags = ["--tokens-max", "128", "--running-max", "2", "--repeats", "1", "--threads", "1"]
+    # One round of each kind is made, and no other begins after that little time.
+    flags = ["--tokens-max", "128", "--running-max", "2", "--threads", "1"]
+    flags += ["--repeats", "100000", "--seconds-max", "0.001"]
     assert main(["profile", "--model", str(model), "--out", str(out), *flags]) == 0
     profile = read_profile(out)
     measured = {(one.tokens, one.cached_tokens) for one in profile.samples.prefill}
@@ -39,6 +41,7 @@ def test_a_model_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         (["--tokens-max", "2048"], "64 to 2047"),
         (["--running-max", "0"], "at least 1"),
         (["--repeats", "0"], "at least 1"),
+        (["--seconds-max", "0"], "seconds-max is 0"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(
