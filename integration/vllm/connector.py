@@ -5,6 +5,8 @@ vLLM's rules: nothing waits on the scheduler's path; a request whose load ended 
 blocks are the engine's again when a step is over, so nothing delays their being freed. Who calls
 it: vLLM's scheduler and model runner.
 """
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# vLLM is in an environment of its own: make env-vllm.
 
 from collections.abc import Sequence
 from typing import Any

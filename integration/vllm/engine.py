@@ -3,6 +3,8 @@
 Owns which engines are supported and why others are not: where it is not sure that equal names mean
 equal bytes, it refuses. Who calls it: the connector.
 """
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# vLLM is in an environment of its own: make env-vllm.
 
 import hashlib
 import json

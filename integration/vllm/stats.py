@@ -2,6 +2,8 @@
 
 Who calls it: the connector.
 """
+# pyright: reportMissingImports=false, reportAttributeAccessIssue=false
+# vLLM is in an environment of its own: make env-vllm.
 
 from dataclasses import dataclass
 from typing import Any, Final
