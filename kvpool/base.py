@@ -60,7 +60,7 @@ class Chain:
         """Return the tokens of blocks from ``first`` on, uint32 [count, block_tokens], if known."""
         if self.tokens is None:
             return None
-        return self.tokens.reshape(len(self), -1)[first : first + count]
+        return self.tokens.reshape(-1, self.namespace.block_tokens)[first : first + count]
 
     def parent(self, index: int) -> BlockHash | None:
         """Return the hash of the block before ``index``, None for the first."""

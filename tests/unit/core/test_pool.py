@@ -389,3 +389,11 @@ def test_a_chain_keeps_its_own_tokens(pool: Pool) -> None:
     np.testing.assert_array_equal(chain.block_tokens(1, 1), [np.arange(16, 32)])
     with pytest.raises(UsageError, match="partial block"):
         Chain(chain.namespace, chain.hashes, tokens)
+
+
+def test_a_prompt_of_less_than_a_block_has_a_chain_without_blocks(pool: Pool) -> None:
+    chain = pool.chain(namespace(pool.layout), list(range(SMALL_LAYOUT.block_tokens - 1)))
+    with pool.lease(pool.match(chain), 10) as lease:
+        assert (len(chain), lease.blocks) == (0, 0)
+    nothing = view_of(SMALL_LAYOUT, payload(SMALL_LAYOUT, 0, seed=1))
+    assert pool.store(chain, nothing, deadline_s=WAIT_S).wait(WAIT_S).stored == 0
