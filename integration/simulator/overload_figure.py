@@ -125,7 +125,7 @@ def _why(trace: str, baseline: Outcome, lost: int) -> str:
 
     A step is base + n requests' shares, so a worker at load l (of the objective) produces
     n / step ~ (l - b) / l tokens per second, where b is the base as a share of the objective. What
-    it could produce at load 1 bounds how many requests any way to reject can win back.
+    it could produce at load 1 says how many requests could be won back at most.
     """
     base = papers_machine().decode_step_s(0, 0) / OBJECTIVES.tbt_s
     _, load = _loads_of(baseline)
@@ -142,8 +142,9 @@ def _why(trace: str, baseline: Outcome, lost: int) -> str:
         )
     return (
         f"{where} with the baseline. Were it at 100 % all the time, it would produce {more:.1%} "
-        f"more tokens, and {least:.0f} requests would still be lost instead of {lost}: no way to "
-        f"reject could lose more than {1 - least / lost:.1%} less."
+        f"more tokens: with requests of the same lengths {least:.0f} would still be lost instead of "
+        f"{lost}, {1 - least / lost:.1%} less. So no way to reject gains much, but by preferring "
+        "short answers, which nobody knows beforehand."
     )
 
 

@@ -59,7 +59,7 @@ def figure5(suite: Suite) -> Figure:
                 0.10 <= behind <= 0.20,
             ),
         ],
-        text=f"The {trace} trace at its own speed; nothing is rejected. The paper does not say how "
+        text=f"{suite.instead_of(CONVERSATION)}The {trace} trace at its own speed; nothing is rejected. The paper does not say how "
         "its 16 nodes were split; ours are 7P + 9D. Its times are longer: its prefill nodes were "
         "busier than the printed prefill times make ours.",
     )

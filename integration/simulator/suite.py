@@ -103,6 +103,15 @@ class Suite:
         """Return the trace that the papers used if it was given, else the first."""
         return name if name in self.traces else next(iter(self.traces))
 
+    def instead_of(self, name: str) -> str:
+        """Say that a figure of the papers is of a trace that was not given; "" if it was."""
+        if name in self.traces:
+            return ""
+        return (
+            f"The papers' figure is of the {name} trace, which was not given: what is printed "
+            "cannot be compared with what is drawn here from another. "
+        )
+
     def run(self, scenario: Scenario, label: str) -> Outcome:
         """Simulate, or return the outcome of the same scenario again."""
         known = self._outcomes.get(scenario)
