@@ -22,6 +22,8 @@ RUN_BLOCKS: Final = 64
 OWNERS: Final = 2
 # Names that one node may have to be told; with more it is told everything anew.
 PENDING_MAX: Final = 1 << 18
+# A depth that no chain reaches 0 from.
+_NO_DEPTH: Final = -(1 << 40)
 _NO_PARENT: Final = BlockHash(bytes(HASH_BYTES))
 _RUN_MARK: Final = np.frombuffer(b"run of blocks".ljust(HASH_BYTES, b"\0"), dtype=np.uint8)
 
@@ -122,12 +124,13 @@ class Announcer:
         above = dict(zip(_cut(keys), _cut(parents), strict=True))
         depths: dict[BlockHash, int] = {}
         for key in above:
-            chain: list[BlockHash] = []
+            chain: dict[BlockHash, None] = {}
             at = key
-            while at in above and at not in depths:
-                chain.append(at)
+            while at in above and at not in depths and at not in chain:
+                chain[at] = None
                 at = above[at]
-            depth = depths.get(at, 0 if at == _NO_PARENT else -(1 << 40))
+            # Behind a gap, or in a circle that no honest store holds, nothing ends a run.
+            depth = depths.get(at, 0 if at == _NO_PARENT else _NO_DEPTH)
             for each in reversed(chain):
                 depth += 1
                 depths[each] = depth

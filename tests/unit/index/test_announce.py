@@ -52,6 +52,13 @@ def test_a_restored_fragment_names_no_run() -> None:
     assert told(announcer, NODES[0]) == set(keys[10:])
 
 
+def test_blocks_that_are_their_own_ancestors_end_no_run_and_no_loop() -> None:
+    hashes = chain(128)
+    announcer = Announcer(1000, Ring(NODES[:1]))
+    announcer.restored(hashes, hashes[-HASH_BYTES:] + hashes[:-HASH_BYTES])
+    assert told(announcer, NODES[0]) == set(cut(hashes))
+
+
 def test_a_node_that_forgot_is_told_everything_anew() -> None:
     hashes, ring = chain(200), Ring(NODES)
     announcer = Announcer(1000, ring)
