@@ -304,7 +304,6 @@ void kvp_block_index_match(kvp_block_index *index, const uint8_t *hashes, size_t
 {
     size_t count = size / index->hash_bytes;
     memset(index->left, 0xff, index->words * sizeof(uint64_t));
-    memset(matched, 0, index->nodes * sizeof *matched);
     if (index->nodes % WORD_BITS != 0) /* bits beyond the nodes are no nodes */
         index->left[index->words - 1] = (UINT64_C(1) << (index->nodes % WORD_BITS)) - 1;
     uint64_t mixed[PREFETCH_AHEAD];
