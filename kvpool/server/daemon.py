@@ -41,9 +41,6 @@ _LEAVE_SHARE: Final = 0.3
 _FLUSH_SHARE: Final = 0.3
 # How often that is looked at.
 _LOOK_S: Final = 0.02
-# Part of the stop time that the flush of blocks to the SSD may take, and how often it is looked at.
-_FLUSH_SHARE: Final = 0.4
-_FLUSH_LOOK_S: Final = 0.02
 
 
 class _Sinks:
@@ -106,7 +103,6 @@ async def serve(
             path = run_dir.path / protocol.TRANSPORT_SOCKET
             address = listen_address(kind, path, config.transfer)
             pool.addresses[kind] = transport.listen(address, pool.sessions.on_connect)
-        ends.push_async_callback(_flush, pool, config)
         ends.push_async_callback(_flush, pool, config.stop_timeout_s * _FLUSH_SHARE)
         local = Service(gate=tenancy.gate(parts.authenticator, local=True))
         others = Service(gate=tenancy.gate(parts.authenticator, local=False))
@@ -189,22 +185,14 @@ async def _nobody_else(request: protocol.Done) -> protocol.MembersReply:
     return protocol.MembersReply()
 
 
-async def _flush(pool: PoolService, config: ServerConfig) -> None:
-    """Wait until what waits for the SSD is written, for a share of the stop time."""
-    loop = asyncio.get_running_loop()
-    end = loop.time() + _FLUSH_SHARE * config.stop_timeout_s
-    while (left := pool.backlog()) and loop.time() < end:
-        await asyncio.sleep(_FLUSH_LOOK_S)
-    if left:
-        logger.warning("%d blocks were not written to the SSD in time: they are lost", left)
-
-
 async def _flush(pool: PoolService, timeout_s: float) -> None:
     """Wait until what is to be on the SSD is there, as far as the time goes."""
     loop = asyncio.get_running_loop()
     give_up = loop.time() + timeout_s
-    while pool.backlog() and loop.time() < give_up:
+    while (left := pool.backlog()) and loop.time() < give_up:
         await asyncio.sleep(_LOOK_S)
+    if left:
+        logger.warning("%d blocks were not written to the SSD in time: they are lost", left)
 
 
 async def _aside(executor: ThreadPoolExecutor, transport: Transport) -> None:
