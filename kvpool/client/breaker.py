@@ -38,6 +38,11 @@ class Breaker:
             self._ask_at = now + self._pause_s
             return True
 
+    def open(self) -> bool:
+        """Say whether a pause is under way. Claims nothing."""
+        with self._lock:
+            return bool(self._pause_s) and self._clock.now() < self._ask_at
+
     def succeeded(self) -> None:
         """Note an answer: everyone may ask again."""
         with self._lock:

@@ -262,14 +262,16 @@ class VerifyReply(_message.Message):
     def __init__(self, checked: _Optional[int] = ..., bad: _Optional[int] = ...) -> None: ...
 
 class Member(_message.Message):
-    __slots__ = ("node", "incarnation", "address")
+    __slots__ = ("node", "incarnation", "address", "heard")
     NODE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    HEARD_FIELD_NUMBER: _ClassVar[int]
     node: str
     incarnation: bytes
     address: str
-    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., address: _Optional[str] = ...) -> None: ...
+    heard: bool
+    def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., address: _Optional[str] = ..., heard: _Optional[bool] = ...) -> None: ...
 
 class MembersReply(_message.Message):
     __slots__ = ("members", "ring")

@@ -13,7 +13,7 @@ from pathlib import Path
 from kvpool.block import BlockLayout, Incarnation
 from kvpool.client import protocol
 from kvpool.client.breaker import Breaker
-from kvpool.client.rpc import OPEN, Caller, ClientAccess, Method, Reply, Request
+from kvpool.client.rpc import OPEN, Asked, Caller, ClientAccess, Method, Reply, Request
 from kvpool.client.staging import Staging
 from kvpool.client.ways import Ways
 from kvpool.clock import Clock
@@ -26,7 +26,6 @@ from kvpool.errors import (
     UsageError,
 )
 from kvpool.transfer.base import Endpoint
-from kvpool.transfer.choice import TRANSPORT_KINDS
 
 logger = logging.getLogger(__name__)
 
@@ -127,9 +126,8 @@ def _connect(
     Raises what the last one raised if the caller handed a transport in, and ClosedError.
     """
     failed: KVPoolError | None = None
-    offered = [way for kind in TRANSPORT_KINDS for way in welcome.ways if way.kind == kind]
-    for number, way in enumerate(offered):
-        kind = next(kind for kind in TRANSPORT_KINDS if kind == way.kind)
+    offered = [(kind, way) for kind in ways.kinds for way in welcome.ways if way.kind == kind]
+    for number, (kind, way) in enumerate(offered):
         if kind == "host" and not ways.given and not os.path.exists(way.address):
             continue  # another host's
         try:
@@ -146,6 +144,19 @@ def _connect(
     if ways.given and failed is not None:
         raise failed
     return None
+
+
+def _require_life(link: Link, asked: Asked[Reply], silent_s: float) -> None:
+    """Return once a call has ended, or its server has answered another one."""
+    life = link.caller.ask(protocol.MATCH, protocol.MatchRequest(), silent_s)
+    if asked.wait(silent_s):
+        life.cancel()
+        return
+    try:
+        life.reply()
+    except TransferTimeoutError:
+        asked.cancel()
+        raise
 
 
 class LinkKeeper:
@@ -223,11 +234,21 @@ class LinkKeeper:
         request: Request,
         timeout_s: float,
         link: Link | None = None,
+        *,
+        silent_s: float | None = None,
     ) -> Reply:
         """Make one short request on ``link``, or on the link there is.
 
+        Args:
+            method: What to ask.
+            request: With what.
+            timeout_s: Longest wait for the answer.
+            link: On which connection; None: the one there is.
+            silent_s: Longest wait for any sign of life: a server that does not even answer an empty
+                match by then is given up. None: ``timeout_s``.
+
         Raises:
-            TransferTimeoutError: No answer within ``timeout_s``. The server is given a pause.
+            TransferTimeoutError: No answer in time. The server is given a pause.
             PeerUnreachableError: It is being given a pause, or there is none, or it was lost.
             ClosedError: The keeper is closed.
             KVPoolError: What the server answered.
@@ -236,7 +257,10 @@ class LinkKeeper:
         if not self._silence.allows():
             raise PeerUnreachableError("the server did not answer lately: it is asked again soon")
         try:
-            reply = link.caller.call(method, request, timeout_s)
+            asked = link.caller.ask(method, request, timeout_s)
+            if silent_s is not None:
+                _require_life(link, asked, silent_s)
+            reply = asked.reply()
         except TransferTimeoutError:
             self._silence.failed()
             raise
@@ -250,6 +274,12 @@ class LinkKeeper:
             raise
         self._silence.succeeded()
         return reply
+
+    def usable(self) -> bool:
+        """Say whether there is a server, as far as is known, and it answered lately."""
+        with self._changed:
+            linked = self._link is not None
+        return linked and not self._silence.open()
 
     def lose(self, link: Link) -> None:
         """Give a link up: its path is closed first, a new one is made second. Idempotent."""

@@ -42,6 +42,7 @@ from kvpool.errors import (
 )
 from kvpool.memory import BlockView
 from kvpool.pool import hash_tokens, require_within
+from kvpool.transfer.host_endpoint import HostEndpoint
 
 logger = logging.getLogger(__name__)
 
@@ -127,8 +128,19 @@ class RemotePool(BlockPool):
             return Match(chain, 0)
         return Match(chain, reply.blocks)
 
-    def lease(self, match: Match, seconds: float) -> RemoteLease:
-        """Ask the server, for at most ``request_timeout_s``. See ``BlockPool``."""
+    def lease(
+        self,
+        match: Match,
+        seconds: float,
+        *,
+        missing: int | None = None,
+        silent_s: float | None = None,
+    ) -> RemoteLease:
+        """Ask the server, for at most ``request_timeout_s``. See ``BlockPool``.
+
+        ``missing`` more blocks were wanted of the server; None: the rest of the chain. ``silent_s`` is
+        the longest wait for any sign of life, for who has another server to ask.
+        """
         self._require_open()
         link = self._keeper.link()
         ends_at = self._clock.now() + seconds  # before the server's clock starts: never later
@@ -136,9 +148,9 @@ class RemotePool(BlockPool):
             client=link.client,
             hashes=match.chain.hashes[: match.blocks * HASH_BYTES],
             seconds=seconds,
-            missing=len(match.chain) - match.blocks,
+            missing=len(match.chain) - match.blocks if missing is None else missing,
         )
-        reply = self._answer(protocol.LEASE, request, link)
+        reply = self._answer(protocol.LEASE, request, link, silent_s)
         return RemoteLease(self._loads, match.chain, link, reply, seconds, ends_at)
 
     def load(
@@ -170,7 +182,7 @@ class RemotePool(BlockPool):
         self.layout.require_equal(source.layout)
         require_within(first, len(source), len(chain), "a chain")
         durable = durability == "ssd"
-        if durable and not self._keeper.welcome().durable:
+        if durable and not self.durable():
             raise CapacityError(
                 "the server has no ssd tier: store with 'dram', or start it with --ssd"
             )
@@ -210,10 +222,33 @@ class RemotePool(BlockPool):
         if os.getpid() != self._process:
             raise UsageError("this pool is its parent process's: connect after the fork")
 
-    def _answer(self, method: Method[Request, Reply], request: Request, link: Link) -> Reply:
-        """Ask the server for what cannot be a miss: its silence is an error."""
+    def durable(self) -> bool:
+        """Say whether stores can be durable at the server. PeerUnreachableError: never reached."""
+        return self._keeper.welcome().durable
+
+    def usable(self) -> bool:
+        """Say whether the server is there, as far as is known here, and answered lately."""
+        return self._keeper.usable()
+
+    def is_near(self) -> bool:
+        """Say whether the server's memory is mapped here: it is on this host."""
         try:
-            return self._keeper.ask(method, request, self._config.request_timeout_s, link)
+            endpoint = self._keeper.link().endpoint
+        except UnavailableError:
+            return False
+        return isinstance(endpoint, HostEndpoint)
+
+    def _answer(
+        self,
+        method: Method[Request, Reply],
+        request: Request,
+        link: Link,
+        silent_s: float | None = None,
+    ) -> Reply:
+        """Ask the server for what cannot be a miss: its silence is an error."""
+        wait_s = self._config.request_timeout_s
+        try:
+            return self._keeper.ask(method, request, wait_s, link, silent_s=silent_s)
         except TransferTimeoutError as error:
             raise PeerUnreachableError(f"the server is silent, recompute: {error}") from error
 

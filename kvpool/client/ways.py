@@ -13,7 +13,7 @@ from kvpool.client.staging import Staging
 from kvpool.config import TransferConfig
 from kvpool.errors import ClosedError, KVPoolError
 from kvpool.transfer.base import Transport
-from kvpool.transfer.choice import TransportKind, open_transport
+from kvpool.transfer.choice import TRANSPORT_KINDS, TransportKind, open_transport
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +45,9 @@ class Ways:
         self._owned: list[Transport] = []
         self._stopped = self._closed = False
         self.given = transport is not None
+        self.kinds: tuple[TransportKind, ...] = TRANSPORT_KINDS
+        if transport is None:
+            self.kinds = tuple(kind for kind in TRANSPORT_KINDS if kind in config.ways)
         if transport is not None:
             self._ways[""] = Way(transport, self._staging(transport))
 

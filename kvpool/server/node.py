@@ -352,7 +352,12 @@ class Node:
 
     async def _on_members(self, request: protocol.Done) -> protocol.MembersReply:
         members = [
-            protocol.Member(node=one.node, incarnation=one.incarnation, address=one.address)
+            protocol.Member(
+                node=one.node,
+                incarnation=one.incarnation,
+                address=one.address,
+                heard=one.node in self._heard or one.node == self.store.node,
+            )
             for one in self._members
         ]
         return protocol.MembersReply(members=members, ring=self._digest())

@@ -34,9 +34,14 @@ WAIT_S: Final = 20.0
 
 
 class PoolSuite(ABC):
-    """The suite. ``layout`` may be set to one that the implementation needs."""
+    """The suite. ``layout`` may be set to one that the implementation needs.
+
+    ``servers`` is how many stores ``open_pool`` makes, each of ``slot_count`` blocks; what one thread
+    stores goes to one of them.
+    """
 
     layout: BlockLayout = SMALL_LAYOUT
+    servers: int = 1
 
     @abstractmethod
     def open_pool(self, layout: BlockLayout, slot_count: int) -> BlockPool:
@@ -288,7 +293,7 @@ class PoolSuite(ABC):
         view = view_of(self.layout, blocks)
         with pytest.raises(TransferTimeoutError):
             pool.store(chain, view, deadline_s=0).wait(WAIT_S)
-        _until(lambda: pool.stats().free == SLOTS)
+        _until(lambda: pool.stats().free == SLOTS * self.servers)
         _wait_stored(pool, chain, view)
         with pool.lease(pool.match(chain), WAIT_S) as lease:
             done = pool.load(lease, view, deadline_s=0)
@@ -360,10 +365,11 @@ class PoolSuite(ABC):
 
     def test_stats_count(self, pool: BlockPool) -> None:
         stats = pool.stats()
-        assert (stats.slots, stats.free, stats.ready, stats.leases) == (SLOTS, SLOTS, 0, 0)
+        slots = SLOTS * self.servers
+        assert (stats.slots, stats.free, stats.ready, stats.leases) == (slots, slots, 0, 0)
         _store(pool, _chain(pool, 3), seed=30)
         before = pool.stats()
-        assert (before.free, before.ready, before.hits, before.misses) == (SLOTS - 3, 3, 0, 0)
+        assert (before.free, before.ready, before.hits, before.misses) == (slots - 3, 3, 0, 0)
         lease = pool.lease(Match(_chain(pool, 5), 5), WAIT_S)
         during = pool.stats()
         assert (during.leases, during.hits, during.misses) == (1, 3, 2)

@@ -1,0 +1,235 @@
+"""Where blocks go and where they are read: the choice among the servers of a ring.
+
+Owns the order in which servers are chosen, the threads of stores (``kvpool-place``), and how a store
+goes on when one of its servers fails. Who calls it: the pool over many servers.
+"""
+
+import logging
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Final, TypeVar
+
+from kvpool.base import Chain, Durability, StoreResult
+from kvpool.block import NodeId
+from kvpool.client.nodes import Node, Nodes
+from kvpool.completion import Completion, CompletionSource, Deadline
+from kvpool.config import TransferConfig
+from kvpool.errors import (
+    ClosedError,
+    InternalError,
+    KVPoolError,
+    PeerUnreachableError,
+    TransferTimeoutError,
+    UnavailableError,
+)
+from kvpool.index.lookup import Piece
+from kvpool.memory import BlockView
+
+logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+
+# How often a store looks whether it was cancelled.
+_CANCEL_LOOK_S: Final = 0.05
+# A store goes where at least this share of its chain is already.
+_HOME_SHARE: Final = 0.5
+
+
+def run_on(
+    threads: ThreadPoolExecutor,
+    source: CompletionSource[_Result],
+    work: Callable[[], _Result],
+    before_end: Callable[[_Result], None],
+) -> None:
+    """Run ``work`` on a thread and end ``source`` with what it returns or raises.
+
+    Raises:
+        ClosedError: The threads were shut down.
+    """
+
+    def run() -> None:
+        try:
+            result = work()
+        except KVPoolError as error:
+            source.fail(error)
+        except Exception as error:
+            logger.exception("a load or store failed")
+            source.fail(InternalError(f"a load or store failed: {error!r}"))
+        else:
+            before_end(result)
+            source.finish(result)
+
+    try:
+        threads.submit(run)
+    except RuntimeError as error:
+        raise ClosedError("the pool is closed: connect again") from error
+
+
+def cheapest(
+    nodes: Nodes, pieces: tuple[Piece, ...], begin: int, end: int, tried: set[NodeId]
+) -> tuple[Node, int] | None:
+    """Return who is to be asked for blocks from ``begin`` on, and how far it is said to have them.
+
+    On this host if there is one; else who has most of them.
+    """
+    reach: dict[NodeId, int] = {}
+    for piece in pieces:
+        if piece.end <= begin:
+            continue
+        for store in piece.stores:
+            if reach.get(store.node, begin) >= piece.begin:
+                reach[store.node] = min(piece.end, end)
+    asked = [
+        (node, stop)
+        for name, stop in reach.items()
+        if stop > begin and name not in tried and (node := nodes.get(name)) is not None
+    ]
+    if not asked:
+        return None
+    return max(asked, key=lambda each: (each[0].pool.is_near(), each[1], str(each[0].node)))
+
+
+@dataclass(frozen=True, slots=True)
+class Placed:
+    """One store: what goes where, until when, and how often."""
+
+    chain: Chain
+    source: BlockView
+    first: int
+    durability: Durability
+    deadline: Deadline
+    replicas: int
+
+
+class Placing:
+    """Stores on servers of a ring. Safe from any thread: ``_lock`` guards the count.
+
+    Args:
+        nodes: The servers.
+        config: ``completion_threads`` threads; ``stores_max`` stores may be under way or queued.
+    """
+
+    def __init__(self, nodes: Nodes, config: TransferConfig) -> None:
+        self._nodes = nodes
+        self._config = config
+        self._threads = ThreadPoolExecutor(config.completion_threads, "kvpool-place")
+        self._lock = threading.Lock()
+        self._pending = 0
+        self._closed = False
+
+    def submit(self, store: Placed) -> Completion[StoreResult]:
+        """Queue a store whose input was checked. Never waits. Raises ClosedError."""
+        ended: CompletionSource[StoreResult] = CompletionSource()
+        if not len(store.source):
+            ended.finish(StoreResult(0, 0))
+            return ended.completion
+        with self._lock:
+            if self._pending >= self._config.stores_max:
+                why = f"{self._config.stores_max} stores are under way: wait for one to end"
+                ended.finish(StoreResult(0, 0, why))
+                return ended.completion
+            self._pending += 1
+
+        def work() -> StoreResult:
+            try:
+                return self._place(store, ended)
+            finally:
+                with self._lock:
+                    self._pending -= 1
+
+        run_on(self._threads, ended, work, lambda _: None)
+        return ended.completion
+
+    def close(self) -> None:
+        """Have the stores under way end, as soon as their links are closed."""
+        self._closed = True
+        self._threads.shutdown(wait=False)
+
+    def join(self) -> None:
+        """Wait until all have ended."""
+        self._threads.shutdown(wait=True)
+
+    def durable(self) -> bool:
+        """Say whether some server can keep blocks for sure."""
+        return any(self._is_durable(node) for node in self._nodes.usable())
+
+    def _is_durable(self, node: Node) -> bool:
+        try:
+            return node.pool.durable()
+        except UnavailableError:
+            return False
+
+    def _homes(self, store: Placed) -> list[Node]:
+        """Return where a store goes, best first."""
+        usable = [
+            node
+            for node in self._nodes.usable()
+            if store.durability != "ssd" or self._is_durable(node)
+        ]
+        near = [node for node in usable if node.pool.is_near()][:1]
+        ringed = self._nodes.owners(store.chain[len(store.chain) - 1])
+        held = [] if near else self._holders(store.chain)
+        order = {node.node: node for node in [*near, *held, *ringed, *usable] if node in usable}
+        return list(order.values())
+
+    def _holders(self, chain: Chain) -> list[Node]:
+        pieces = tuple(self._nodes.lookup(chain.hashes))
+        found = cheapest(self._nodes, pieces, 0, len(chain), set())
+        return [found[0]] if found is not None and found[1] >= _HOME_SHARE * len(chain) else []
+
+    def _place(self, store: Placed, ended: CompletionSource[StoreResult]) -> StoreResult:
+        """Store on as many servers as replicas are wanted, on others where one fails."""
+        homes, results = self._homes(store), list[StoreResult]()
+        failed: KVPoolError | None = None
+        while homes and len(results) < store.replicas:
+            batch = [homes.pop(0) for _ in range(min(len(homes), store.replicas - len(results)))]
+            stores = [self._send(store, node) for node in batch]
+            for each in stores:
+                try:
+                    results.append(self._await(each, store, ended))
+                except (UnavailableError, ClosedError) as error:
+                    failed = error
+                    if self._closed or ended.cancel_requested or store.deadline.passed():
+                        homes = []
+        if not results:
+            if self._closed:
+                raise ClosedError("the pool was closed") from failed
+            raise failed or PeerUnreachableError("no server of the ring answers: recompute")
+        best = max(results, key=lambda result: result.stored)
+        refused = best.refused
+        if len(results) < store.replicas:
+            refused = f"{len(results)} of {store.replicas} replicas: no other server answers"
+        elif not refused:
+            refused = min(results, key=lambda result: result.stored).refused
+        return StoreResult(best.stored, best.new, refused)
+
+    def _send(self, store: Placed, node: Node) -> Completion[StoreResult] | KVPoolError:
+        try:
+            return node.pool.store(
+                store.chain,
+                store.source,
+                first=store.first,
+                durability=store.durability,
+                deadline_s=store.deadline.remaining_s(),
+            )
+        except KVPoolError as error:
+            return error
+
+    def _await(
+        self,
+        sent: Completion[StoreResult] | KVPoolError,
+        store: Placed,
+        ended: CompletionSource[StoreResult],
+    ) -> StoreResult:
+        if isinstance(sent, KVPoolError):
+            raise sent
+        while True:
+            if ended.cancel_requested:
+                sent.cancel()
+            try:
+                return sent.wait(_CANCEL_LOOK_S)
+            except TransferTimeoutError:
+                if sent.done():
+                    raise

@@ -1,0 +1,46 @@
+"""The pool over a ring of servers passes the suite of pools: one server and five, each way of bytes."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+
+from kvpool.base import BlockPool
+from kvpool.block import BlockLayout
+from kvpool.testing.pool_suite import PoolSuite
+from tests.ring import PATIENT, RingOfServers
+
+
+class RingSuite(PoolSuite):
+    flags: tuple[str, ...] = ()
+    ways: tuple[str, ...] = ("host", "ucx")
+
+    @pytest.fixture(autouse=True)
+    def _servers(self) -> Iterator[None]:
+        with ExitStack() as self.stack:
+            yield
+
+    def open_pool(self, layout: BlockLayout, slot_count: int) -> BlockPool:
+        slot_bytes = -(-layout.block_bytes // 4096) * 4096
+        ring = RingOfServers(self.servers, slot_count * slot_bytes, *self.flags)
+        self.stack.enter_context(ring)
+        config = replace(PATIENT, ways=self.ways)
+        return self.stack.enter_context(ring.connect(layout, config))
+
+
+class TestOneServer(RingSuite):
+    pass
+
+
+class TestFiveServers(RingSuite):
+    servers = 5
+
+
+class TestOneServerThroughStreams(RingSuite):
+    ways = ()
+
+
+@pytest.mark.ucx
+class TestOneServerOverUcx(RingSuite):
+    flags = ("--transport", "ucx")

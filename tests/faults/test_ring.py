@@ -1,0 +1,174 @@
+"""A ring of real servers: killed, stopped, restarted, all at once or one by one, under a client."""
+
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from time import monotonic
+
+import numpy as np
+import pytest
+
+from kvpool.base import Chain, StoreResult
+from kvpool.client.cluster import ClusterLease, ClusterPool
+from kvpool.config import TransferConfig
+from kvpool.errors import UnavailableError
+from kvpool.testing.blocks import view_of
+from tests.faults.pool_client import LAYOUT, blocks_of, chain_of
+from tests.ring import PATIENT, RingNode, RingOfServers
+from tests.server_process import WAIT_S, until
+
+BLOCKS = 8
+DRAM_BYTES = 64 * LAYOUT.block_bytes
+# What an operator gets, but for the pauses, which only make a test wait.
+DEFAULT = TransferConfig(backoff_max_s=0.4, staging_bytes=4 << 20)
+
+
+@pytest.fixture
+def ring() -> Iterator[RingOfServers]:
+    with RingOfServers(3, DRAM_BYTES) as ring:
+        yield ring
+
+
+def chain(pool: ClusterPool, number: int) -> Chain:
+    return chain_of(pool, number, BLOCKS)
+
+
+def store(pool: ClusterPool, number: int, **how: object) -> StoreResult:
+    source = view_of(LAYOUT, blocks_of(number, BLOCKS))
+    done = pool.store(chain(pool, number), source, deadline_s=WAIT_S, **how)  # type: ignore[arg-type]
+    return done.wait(WAIT_S)
+
+
+def load(pool: ClusterPool, number: int) -> int:
+    """Load a chain, whose bytes must be right; return how many blocks came."""
+    with pool.lease(pool.match(chain(pool, number)), WAIT_S) as lease:
+        return pull(pool, lease, number)
+
+
+def pull(pool: ClusterPool, lease: ClusterLease, number: int) -> int:
+    if not lease.blocks:
+        return 0
+    out = np.zeros((lease.blocks, LAYOUT.block_bytes), dtype=np.uint8)
+    good = pool.load(lease, view_of(LAYOUT, out), deadline_s=WAIT_S).wait(WAIT_S)
+    np.testing.assert_array_equal(out[:good], blocks_of(number, BLOCKS)[:good])
+    return good
+
+
+def holder(ring: RingOfServers, lease: ClusterLease) -> RingNode:
+    return ring.named(str(lease.parts[0].node.node))
+
+
+def test_a_killed_holders_blocks_come_from_its_replica(ring: RingOfServers) -> None:
+    with ring.connect(LAYOUT) as pool:
+        assert store(pool, 1, replicas=2) == StoreResult(BLOCKS, BLOCKS)
+        with pool.lease(pool.match(chain(pool, 1)), WAIT_S) as lease:
+            killed = holder(ring, lease)
+            killed.kill()
+            assert pull(pool, lease, 1) == BLOCKS
+        with pool.lease(pool.match(chain(pool, 1)), WAIT_S) as lease:
+            assert lease.blocks == BLOCKS
+            assert holder(ring, lease) is not killed
+            assert pull(pool, lease, 1) == BLOCKS
+
+
+def test_a_killed_holders_only_blocks_are_a_miss(ring: RingOfServers) -> None:
+    with ring.connect(LAYOUT) as pool:
+        assert store(pool, 1).stored == BLOCKS
+        with pool.lease(pool.match(chain(pool, 1)), WAIT_S) as lease:
+            holder(ring, lease).kill()
+            assert pull(pool, lease, 1) == 0
+        until(lambda: pool.match(chain(pool, 1)).blocks == 0, "the killed server's blocks go")
+        assert store(pool, 2).stored == BLOCKS, "the others go on"
+        assert load(pool, 2) == BLOCKS
+
+
+def test_fewer_servers_than_replicas_are_said(ring: RingOfServers) -> None:
+    with ring.connect(LAYOUT) as pool:
+        result = store(pool, 1, replicas=4)
+        assert result.stored == BLOCKS
+        assert "3 of 4 replicas" in result.refused
+
+
+def test_a_stopped_server_costs_bounded_waits_and_wipes_nothing(ring: RingOfServers) -> None:
+    with (
+        ring.connect(LAYOUT) as patient,
+        ring.connect(LAYOUT, DEFAULT) as pool,
+    ):
+        assert store(patient, 1).stored == BLOCKS
+        with patient.lease(patient.match(chain(patient, 1)), WAIT_S) as lease:
+            stopped = holder(ring, lease)
+        assert stopped.process is not None
+        stopped.process.signal(signal.SIGSTOP)
+        try:
+            began = monotonic()
+            match = pool.match(chain(pool, 1))
+            try:
+                with pool.lease(match, 5.0) as lease:
+                    assert lease.blocks == 0, "nobody answered for them"
+            except UnavailableError:
+                pass
+            # Two waits of 0.25 s; the time only catches one that waits for a second or more each.
+            assert monotonic() - began < WAIT_S
+        finally:
+            stopped.process.signal(signal.SIGCONT)
+        until(lambda: load(patient, 1) == BLOCKS, "what it holds is served again")
+        others = [node for node in ring.nodes if node is not stopped]
+        assert all(node.process and node.process.process.poll() is None for node in others)
+
+
+@pytest.mark.parametrize("kill", ["one", "all"])
+def test_what_was_acknowledged_as_durable_is_served_after_a_restart(kill: str) -> None:
+    with RingOfServers(3, DRAM_BYTES, ssd_bytes=16 << 20) as ring, ring.connect(LAYOUT) as pool:
+        for number in range(3):
+            assert store(pool, number, durability="ssd") == StoreResult(BLOCKS, BLOCKS)
+        with pool.lease(pool.match(chain(pool, 0)), WAIT_S) as lease:
+            killed = ring.nodes if kill == "all" else [holder(ring, lease)]
+        for node in killed:
+            node.kill()
+        for node in killed:
+            ring.start(node)
+        for number in range(3):
+            until(lambda number=number: _loads(pool, number), f"chain {number} is served again")
+
+
+def _loads(pool: ClusterPool, number: int) -> bool:
+    try:
+        return load(pool, number) == BLOCKS
+    except UnavailableError:
+        return False
+
+
+def test_a_server_that_ends_says_so(ring: RingOfServers) -> None:
+    with ring.connect(LAYOUT) as pool:
+        assert store(pool, 1, replicas=2).stored == BLOCKS
+        with pool.lease(pool.match(chain(pool, 1)), WAIT_S) as lease:
+            leaving = holder(ring, lease)
+        assert leaving.stop() == 0
+        assert load(pool, 1) == BLOCKS
+
+
+def test_evicted_blocks_leave_the_directory(ring: RingOfServers) -> None:
+    with ring.connect(LAYOUT) as pool:
+        assert store(pool, 1).stored == BLOCKS
+        for number in range(2, 2 + 64 // BLOCKS):
+            store(pool, number)
+        until(lambda: pool.match(chain(pool, 1)).blocks == 0, "its first blocks were evicted")
+
+
+def test_descriptors_and_threads_stay_flat_under_kills(ring: RingOfServers) -> None:
+    with ring.connect(LAYOUT) as pool:
+        store(pool, 0, replicas=3)
+        before = len(os.listdir("/proc/self/fd"))
+        for number in range(1, 4):
+            victim = ring.nodes[number % 3]
+            victim.kill()
+            assert load(pool, 0) == BLOCKS
+            ring.start(victim)
+            until(lambda: len(pool.nodes()) == 3, "the restarted server is connected")
+            store(pool, 0, replicas=3)
+        until(lambda: len(os.listdir("/proc/self/fd")) <= before + 4, "no descriptor is left")
+
+
+def test_patience_is_no_default() -> None:
+    assert replace(PATIENT).read_timeout_s > TransferConfig().read_timeout_s == 0.25
