@@ -284,14 +284,16 @@ class UcxxEndpoint(LinkedEndpoint):
     def _answer(self, ask: Ask) -> None:
         """Copy what is asked for and send it. Raises CorruptionError: it may not be asked."""
         count = len(ask.slots)
-        lives = np.frombuffer(ask.generations, dtype="<u8") if len(ask.generations) % 8 == 0 else ()
         spans = bool(ask.begins or ask.sizes)
-        lengths = {len(ask.regions), len(lives)} | (
-            {len(ask.begins), len(ask.sizes)} if spans else set()
-        )
-        if lengths != {count} or self._unanswered >= ASKS_MAX:
+        wanted = (count, count) if spans else (0, 0)
+        if (
+            len(ask.regions) != count
+            or len(ask.generations) != 8 * count
+            or (len(ask.begins), len(ask.sizes)) != wanted
+            or self._unanswered >= ASKS_MAX
+        ):
             raise CorruptionError("the peer asked what it may not ask, or too much at once")
-        generations = [int(life) for life in lives]
+        generations: list[int] = np.frombuffer(ask.generations, dtype="<u8").tolist()
         buffer = self._answers.pop() if self._answers else new_window(self._window_bytes)
         try:
             size = (
