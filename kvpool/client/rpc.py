@@ -162,14 +162,14 @@ OPEN: Final = ClientAccess()
 class Asked(Generic[Reply]):
     """One call under way. Safe from any thread."""
 
-    def __init__(self, future: Any, decode: Callable[[bytes], Reply]) -> None:
-        self._future = future
+    def __init__(self, call: Any, decode: Callable[[bytes], Reply]) -> None:
+        self._call = call
         self._decode = decode
 
     def reply(self) -> Reply:
         """Wait for its end, which its deadline bounds. Raises as ``Caller.call``."""
         try:
-            payload: bytes = self._future.result()
+            payload: bytes = self._call.result()
         except grpc.RpcError as error:
             raise typed_error(error) from error
         except grpc.FutureCancelledError as error:
@@ -179,7 +179,7 @@ class Asked(Generic[Reply]):
     def wait(self, timeout_s: float) -> bool:
         """Wait for its end, at most so long; say whether it ended."""
         try:
-            self._future.exception(timeout_s)
+            self._call.exception(timeout_s)
         except grpc.FutureTimeoutError:
             return False
         except grpc.FutureCancelledError:
@@ -188,7 +188,7 @@ class Asked(Generic[Reply]):
 
     def cancel(self) -> None:
         """Give the call up."""
-        self._future.cancel()
+        self._call.cancel()
 
 
 class Caller:
@@ -212,12 +212,12 @@ class Caller:
         """Begin a unary call, so that others can run beside it."""
         encoded = _encode(request)
         try:
-            future = self._channel.unary_unary(method.path).future(
+            call = self._channel.unary_unary(method.path).future(
                 encoded, timeout=timeout_s, metadata=self._metadata
             )
         except ValueError as error:  # what gRPC raises for a closed channel
             raise errors.ClosedError("the channel is closed: connect again") from error
-        return Asked(future, _decoder(method.reply))
+        return Asked(call, _decoder(method.reply))
 
     def stream(
         self, method: Method[Request, Reply], request: Request, timeout_s: float

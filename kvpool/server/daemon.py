@@ -71,9 +71,7 @@ async def serve(
     config = parts.config
     stopping = _stop_at_signals(config, run_dir)
     metrics = Metrics()
-    sinks: list[EventSink] = [metrics, LogSink()]
-    if tracer is not None:
-        sinks.append(tracer)
+    sinks: list[EventSink] = [metrics, LogSink(), *([tracer] if tracer is not None else [])]
     health = Health(SystemClock())
     executor = ThreadPoolExecutor(_THREADS, "kvpool-server")
     async with AsyncExitStack() as ends:

@@ -449,10 +449,10 @@ class _Peer:
 
     async def told(self) -> None:
         """Wait until it was told all there is to tell now, or does not listen."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.append(future)
+        told: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(told)
         self.wake()
-        await future
+        await told
 
     async def say_farewell(self, timeout_s: float) -> None:
         """Say that this node leaves."""
@@ -469,9 +469,9 @@ class _Peer:
 
     def _release(self) -> None:
         waiting, self._waiting = self._waiting, []
-        for future in waiting:
-            if not future.done():
-                future.set_result(None)
+        for told in waiting:
+            if not told.done():
+                told.set_result(None)
 
     async def _tell(self) -> None:
         names, kind = b"", "stored"
