@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -31,6 +32,12 @@ def pytest_configure(config: pytest.Config) -> None:
         print_blob=True,
     )
     hypothesis.settings.load_profile("kvpool")
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave files named ``*_soak.py`` to a soak: they take minutes, and quicker ones are beside them."""
+    soaks: bool = config.getoption("--soak")
+    return True if collection_path.name.endswith("_soak.py") and not soaks else None
 
 
 @pytest.fixture(scope="session")

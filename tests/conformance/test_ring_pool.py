@@ -1,4 +1,4 @@
-"""The pool over a ring of servers passes the suite of pools: one server and five, each way of bytes."""
+"""The pool over a ring passes the suite of pools. Five servers and other ways: ``test_ring_pool_soak.py``."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -29,18 +29,5 @@ class RingSuite(PoolSuite):
         return self.stack.enter_context(ring.connect(layout, config))
 
 
-class TestOneServer(RingSuite):
-    pass
-
-
-class TestFiveServers(RingSuite):
-    servers = 5
-
-
 class TestOneServerThroughStreams(RingSuite):
     ways = ()
-
-
-@pytest.mark.ucx
-class TestOneServerOverUcx(RingSuite):
-    flags = ("--transport", "ucx")
