@@ -155,13 +155,30 @@ class Node:
         """Tell who has to know of blocks that came; wait a little until they do. See ``Holdings``."""
         if self._announcer is None or not count:
             return
-        self._announcer.stored(chain, first, count)
+        if not self._name(self._announcer, chain, first, count):
+            return
         self._spread()
         telling = [peer.told() for peer in self._peers.values() if peer.news()]
         if telling:
             await asyncio.wait(
                 [asyncio.ensure_future(each) for each in telling], timeout=_TOLD_TIMEOUT_S
             )
+
+    def _name(self, announcer: Announcer, chain: bytes, first: int, count: int) -> bool:
+        """Name blocks that came. Names of blocks that have left since the last scan give way first."""
+        try:
+            announcer.stored(chain, first, count)
+            return True
+        except CapacityError:
+            assert self._tier is not None
+            self._remove(gone(announcer.names(), _keys(self._tier)))
+        try:
+            announcer.stored(chain, first, count)
+            return True
+        except CapacityError as error:
+            logger.warning("%d blocks are here and not named: %s", count, error)
+            self._metrics.count("kvpool_server_refused_names_total", count)
+            return False
 
     def missed(self, name: bytes) -> None:
         """Take back a name that is not here. See ``Holdings``."""
