@@ -116,16 +116,25 @@ class FFI:
         /,
     ) -> PointerCData: ...
     @overload
-    def new(  # type: ignore[overload-overlap]
-        self, cdecl: Literal["kvp_arena_counts *"], /
+    def new(
+        # type: ignore[overload-overlap]
+        self,
+        cdecl: Literal["kvp_arena_counts *"],
+        /,
     ) -> ArenaCounts: ...
     @overload
-    def new(  # type: ignore[overload-overlap]
-        self, cdecl: Literal["kvp_ledger_counts *"], /
+    def new(
+        # type: ignore[overload-overlap]
+        self,
+        cdecl: Literal["kvp_ledger_counts *"],
+        /,
     ) -> LedgerCounts: ...
     @overload
-    def new(  # type: ignore[overload-overlap]
-        self, cdecl: Literal["kvp_ucx_event *"], /
+    def new(
+        # type: ignore[overload-overlap]
+        self,
+        cdecl: Literal["kvp_ucx_event *"],
+        /,
     ) -> UcxEvent: ...
     @overload
     def new(self, cdecl: str, init: object = ..., /) -> IntCData: ...
@@ -285,14 +294,7 @@ class Lib:
         /,
     ) -> int: ...
     def kvp_copy_spans(
-        self,
-        dst: CData,
-        src: CData,
-        sizes: CData,
-        count: int,
-        cancel: CData,
-        done: CData,
-        /,
+        self, dst: CData, src: CData, sizes: CData, count: int, cancel: CData, done: CData, /
     ) -> int: ...
 
     # arena.c
@@ -313,14 +315,7 @@ class Lib:
         self, arena: CData, count: int, grant: bool, slots: CData, generations: CData, /
     ) -> int: ...
     def kvp_arena_change(
-        self,
-        arena: CData,
-        step: int,
-        slots: CData,
-        generations: CData,
-        count: int,
-        done: CData,
-        /,
+        self, arena: CData, step: int, slots: CData, generations: CData, count: int, done: CData, /
     ) -> int: ...
     def kvp_arena_commit(
         self,
@@ -488,6 +483,8 @@ class Lib:
         dst_blocks: CData,
         timeout_ns: int,
         crcs: CData,
+        tokens: CData,
+        known: CData,
         results: CData,
         error: CData,
         /,
@@ -504,6 +501,8 @@ class Lib:
         src: CData,
         src_blocks: CData,
         crc_expected: CData,
+        tokens: CData,
+        known: CData,
         timeout_ns: int,
         results: CData,
         error: CData,
@@ -522,6 +521,8 @@ class Lib:
         keys: CData,
         parents: CData,
         generations: CData,
+        tokens: CData,
+        known: CData,
         results: CData,
         error: CData,
         /,

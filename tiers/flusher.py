@@ -19,6 +19,7 @@ from kvpool.errors import ClosedError, CorruptionError, KVPoolError, Unavailable
 from kvpool.memory import BlockView, Crcs
 from kvpool.tiers.base import TierStats
 from kvpool.tiers.dram import DramTier
+from kvpool.tiers.tokens import TokenRows
 
 logger = logging.getLogger(__name__)
 
@@ -45,13 +46,19 @@ class SlowStore(Protocol):
         source: BlockView,
         *,
         crcs: Crcs | None = None,
+        tokens: TokenRows | None = None,
         deadline_s: float,
     ) -> int:
         """Write a run durably; how many leading blocks are there now."""
         ...
 
     def read(
-        self, slots: Sequence[Slot], dest: BlockView, *, deadline_s: float
+        self,
+        slots: Sequence[Slot],
+        dest: BlockView,
+        *,
+        tokens: TokenRows | None = None,
+        deadline_s: float,
     ) -> tuple[int, Crcs]:
         """Read pinned blocks, verified; how many leading ones, and their checksums."""
         ...
@@ -270,6 +277,7 @@ class Flusher:
             parent,
             self._fast.view(slots, writable=False),
             crcs=self._fast.crcs(slots),
+            tokens=self._fast.tokens(slots),
             deadline_s=self._limits.timeout_s,
         )
 

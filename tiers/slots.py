@@ -22,6 +22,7 @@ from kvpool.memory import BlockView, Crcs
 from kvpool.tiers.base import BlockTokens, Tier, TierStats
 from kvpool.tiers.eviction import EvictionPolicy
 from kvpool.tiers.ledger import Ledger, chained, count_of, own_parent, select
+from kvpool.tiers.tokens import TokenRows
 
 # Why a block may be dropped; ``capacity`` is eviction's own.
 DROP_REASONS: Final = ("corrupt", "invalid")
@@ -146,6 +147,14 @@ class SlotTier(Tier):
                 return len(run)
             self._mismatches += 1
             return int(other.argmax())
+
+    def tokens(self, slots: Sequence[Slot]) -> TokenRows:
+        """Return what is known of the tokens of pinned slots. Raises UsageError, ClosedError."""
+        run = Slots.of(slots)
+        with self._lock:
+            self._require_open()
+            self._ledger.require_pinned(run)
+            return TokenRows(self._tokens[run.indices], self._has_tokens[run.indices])
 
     def commit(self, slot: Slot, key: BlockHash, parent: BlockHash | None, crcs: Crcs) -> bool:
         """Make a written slot readable under ``key``. See ``Tier``."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvpool._native import lib
 from kvpool.arena import Slot, Slots
@@ -39,6 +40,7 @@ from kvpool.tiers.ssd_recovery import recover
 from kvpool.tiers.ssd_staging import Staging
 from kvpool.tiers.ssd_stats import SsdCounts, SsdStats
 from kvpool.tiers.ssd_writer import Incoming, SsdWriter
+from kvpool.tiers.tokens import TokenRows
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +134,7 @@ class SsdTier(Tier):
             )
             self.recovery = recover(files, device, self._ledger, self._index, timeout_s)
             self._staging = Staging(layout, staging_slots)
+            self._noted: dict[Slot, NDArray[np.uint32]] = {}
             undo.pop_all()
         self._files = files
         self._device: SsdDevice | None = device
@@ -151,6 +154,7 @@ class SsdTier(Tier):
         source: BlockView,
         *,
         crcs: Crcs | None = None,
+        tokens: TokenRows | None = None,
         deadline_s: float,
     ) -> int:
         """Write a run of blocks, each the parent of the next; return how many leading ones are here.
@@ -165,6 +169,7 @@ class SsdTier(Tier):
             source: Where they are, in any order, one for each key. It is read during the call alone.
             crcs: uint32 [blocks, layers, kv_heads] that they must sum to, or None. A block that
                 does not is not written.
+            tokens: Of the blocks, as far as they are known: kept beside them.
             deadline_s: For everything. What the kernel has by then stays quarantined until it ends.
 
         Raises:
@@ -180,14 +185,21 @@ class SsdTier(Tier):
             raise UsageError(f"{len(source)} blocks for {count} keys")
         if crcs is not None and crcs.shape != (count, self.layout.num_layers, self.layout.kv_heads):
             raise UsageError(f"checksums of shape {crcs.shape} for {count} blocks")
+        if tokens is not None and tokens.values.shape != (count, self.layout.block_tokens):
+            raise UsageError(f"tokens of shape {tokens.values.shape} for {count} blocks")
         deadline = Deadline(deadline_s)
         device = self._open()
-        blocks = Incoming(keys, chained(keys, parent), source, crcs)
+        blocks = Incoming(keys, chained(keys, parent), source, crcs, tokens)
         with self._writer.turn(device, deadline):
             return self._writer.write(device, blocks, deadline)
 
     def read(
-        self, slots: Sequence[Slot], dest: BlockView, *, deadline_s: float
+        self,
+        slots: Sequence[Slot],
+        dest: BlockView,
+        *,
+        tokens: TokenRows | None = None,
+        deadline_s: float,
     ) -> tuple[int, Crcs]:
         """Read pinned blocks into any memory, verified; how many leading ones, and their checksums.
 
@@ -198,6 +210,7 @@ class SsdTier(Tier):
         Args:
             slots: As ``pin`` returned them; still pinned.
             dest: Room for as many blocks, in any order.
+            tokens: As many rows, that those of the leading blocks are filled into; or None.
             deadline_s: Longest wait.
 
         Returns:
@@ -212,7 +225,9 @@ class SsdTier(Tier):
         device = self._open()
         self._ledger.require_pinned(run)
         keys, _, _ = self._ledger.names(run)
-        outcome, crcs = device.read(run, keys, dest, deadline_s)
+        if tokens is not None:
+            self._require_rows(run, tokens.values)
+        outcome, crcs = device.read(run, keys, dest, deadline_s, tokens)
         self._take_note(run, keys, outcome)
         good = outcome.leading()
         return good, crcs[:good]
@@ -283,6 +298,30 @@ class SsdTier(Tier):
         parts += [self._staged(run[at : at + 1])[1] for at in range(len(run))]
         return np.concatenate(parts)
 
+    def note_tokens(self, slots: Sequence[Slot], tokens: NDArray[np.uint32]) -> None:
+        """Keep the tokens of reserved slots, for their headers. See ``Tier``."""
+        self._open()
+        run = Slots.of(slots)
+        self._require_rows(run, tokens)
+        self._ledger.require_reserved(run)
+        with self._lock:
+            self._noted.update(zip(run, tokens.astype(np.uint32), strict=True))
+
+    def same_tokens(self, slots: Sequence[Slot], tokens: NDArray[np.uint32]) -> int:
+        """Count the leading pinned slots of these tokens, by their headers on the disk. See ``Tier``.
+
+        One whose header cannot be read may be the same: reading the block says what is wrong.
+        """
+        device = self._open()
+        run = Slots.of(slots)
+        self._require_rows(run, tokens)
+        self._ledger.require_pinned(run)
+        rows = TokenRows.unknown(len(run), self.layout.block_tokens)
+        device.scan(run.indices, whole=False, timeout_s=self._timeout_s, tokens=rows)
+        same = rows.leading_same(tokens)
+        self._counts.add(mismatches=int(same < len(run)))
+        return same
+
     def commit(self, slot: Slot, key: BlockHash, parent: BlockHash | None, crcs: Crcs) -> bool:
         """Write a staged block, durably. See ``Tier``, and ``write`` for what it may raise besides."""
         return self.commit_run([slot], key, parent, crcs) == 1
@@ -303,12 +342,13 @@ class SsdTier(Tier):
         self._open()
         self._ledger.require_reserved(run)
         with self._lock:
-            source = self._staging.view(run)
+            source, tokens = self._staging.view(run), self._take_noted(run)
         deadline = Deadline(self._timeout_s)
         try:
             device = self._open()
             with self._writer.turn(device, deadline):
-                new = self._writer.put(device, run, Incoming(keys, parents, source, crcs), deadline)
+                blocks = Incoming(keys, parents, source, crcs, tokens)
+                new = self._writer.put(device, run, blocks, deadline)
         finally:
             with self._lock:
                 self._staging.free_all(run)
@@ -321,6 +361,7 @@ class SsdTier(Tier):
         with contextlib.suppress(UsageError), self._lock:  # committed, or given back before
             self._ledger.release(slot)
             self._staging.free_all(Slots.of(slot))
+            self._noted.pop(slot, None)
 
     def match(self, keys: bytes) -> int:
         """Count the leading keys that are here. See ``Tier``."""
@@ -389,6 +430,7 @@ class SsdTier(Tier):
             misses=numbers.misses,
             evictions=numbers.evictions,
             corruptions=numbers.corruptions,
+            mismatches=numbers.mismatches,
         )
 
     def ssd_stats(self) -> SsdStats:
@@ -440,6 +482,21 @@ class SsdTier(Tier):
         if device is None:
             raise ClosedError("the tier is closed", tier=self.name)
         return device
+
+    def _require_rows(self, slots: Slots, tokens: NDArray[np.uint32]) -> None:
+        if tokens.shape != (len(slots), self.layout.block_tokens):
+            raise UsageError(f"tokens of shape {tokens.shape} for {len(slots)} blocks")
+
+    def _take_noted(self, slots: Slots) -> TokenRows | None:
+        """Take the tokens that were noted of reserved slots. Locked."""
+        noted = [self._noted.pop(slot, None) for slot in slots]
+        if not any(row is not None for row in noted):
+            return None
+        rows = TokenRows.unknown(len(slots), self.layout.block_tokens)
+        for at, row in enumerate(noted):
+            if row is not None:
+                rows.values[at], rows.known[at] = row, True
+        return rows
 
     def _take_note(self, slots: Slots, keys: bytes, outcome: Outcome) -> None:
         """Drop the blocks that a read found to be others than they were, and count what failed."""

@@ -19,6 +19,7 @@ from kvpool.errors import CapacityError, InternalError
 from kvpool.memory import BlockView, Crcs
 from kvpool.tiers.ledger import Listing
 from kvpool.tiers.ssd_format import Geometry
+from kvpool.tiers.tokens import TokenRows
 
 if TYPE_CHECKING:
     from kvpool._native import CData
@@ -131,9 +132,17 @@ class SsdDevice:
         lib.kvp_ssd_stop(self._device)
 
     def read(
-        self, slots: Slots, keys: bytes, dest: BlockView, timeout_s: float
+        self,
+        slots: Slots,
+        keys: bytes,
+        dest: BlockView,
+        timeout_s: float,
+        tokens: TokenRows | None = None,
     ) -> tuple[Outcome, Crcs]:
-        """Read blocks into a view, verified; their checksums, uint32 [slots, layers, kv_heads]."""
+        """Read blocks into a view, verified; their checksums, uint32 [slots, layers, kv_heads].
+
+        ``tokens`` are filled in.
+        """
         shape = (len(slots), self._layout.num_layers, self._layout.kv_heads)
         crcs = np.zeros(shape, dtype=np.uint32)
         results, error = _results(len(slots)), ffi.new("int *")
@@ -146,6 +155,7 @@ class SsdDevice:
             ffi.from_buffer("uint64_t[]", dest.block_ids),
             _ns(timeout_s),
             ffi.from_buffer("uint32_t[]", crcs, require_writable=True),
+            *_rows(tokens, writable=True),
             _bytes(results),
             error,
         )
@@ -160,6 +170,7 @@ class SsdDevice:
         crcs: Crcs | None,
         timeout_s: float,
         also: SlotNumbers,
+        tokens: TokenRows | None = None,
     ) -> Outcome:
         """Write blocks durably.
 
@@ -171,6 +182,7 @@ class SsdDevice:
             crcs: What each (layer, head) must sum to, or None.
             timeout_s: For everything.
             also: Slots that late writes are still at.
+            tokens: What the headers say of the blocks' tokens, or None.
         """
         numbers = np.concatenate([slots.indices, also]).astype(np.uint32)
         results, error = _results(len(slots)), ffi.new("int *")
@@ -186,6 +198,7 @@ class SsdDevice:
             source.native(),
             ffi.from_buffer("uint64_t[]", source.block_ids),
             ffi.NULL if expected is None else ffi.from_buffer("uint32_t[]", expected),
+            *_rows(tokens, writable=False),
             _ns(timeout_s),
             _bytes(results),
             error,
@@ -206,8 +219,18 @@ class SsdDevice:
         )
         return _outcome(status, results, error[0])
 
-    def scan(self, slots: SlotNumbers, *, whole: bool, timeout_s: float) -> tuple[Outcome, Listing]:
-        """Look at headers, and at payloads too if ``whole``; the blocks of those that are DONE."""
+    def scan(
+        self,
+        slots: SlotNumbers,
+        *,
+        whole: bool,
+        timeout_s: float,
+        tokens: TokenRows | None = None,
+    ) -> tuple[Outcome, Listing]:
+        """Look at headers, and at payloads too if ``whole``; the blocks of those that are DONE.
+
+        ``tokens`` are filled in.
+        """
         run = np.ascontiguousarray(slots, dtype=np.uint32)
         keys = np.zeros((len(run), HASH_BYTES), dtype=np.uint8)
         parents = np.zeros((len(run), HASH_BYTES), dtype=np.uint8)
@@ -222,6 +245,7 @@ class SsdDevice:
             _bytes(keys),
             _bytes(parents),
             ffi.from_buffer("uint64_t[]", generations, require_writable=True),
+            *_rows(tokens, writable=True),
             _bytes(results),
             error,
         )
@@ -295,6 +319,18 @@ def _arrays(slots: Slots) -> "tuple[CData, CData]":
     return (
         ffi.from_buffer("uint32_t[]", np.ascontiguousarray(slots.indices)),
         ffi.from_buffer("uint64_t[]", np.ascontiguousarray(slots.generations)),
+    )
+
+
+def _rows(tokens: TokenRows | None, *, writable: bool) -> "tuple[CData, CData]":
+    if tokens is None:
+        return ffi.NULL, ffi.NULL
+    values, known = tokens.values, tokens.known
+    if not writable:
+        values, known = np.ascontiguousarray(values, np.uint32), np.ascontiguousarray(known)
+    return (
+        ffi.from_buffer("uint32_t[]", values, require_writable=writable),
+        ffi.from_buffer("bool[]", known, require_writable=writable),
     )
 
 

@@ -19,7 +19,7 @@ STORE_ID_BYTES: Final = 16
 IO_BYTES: Final = 4096
 # One copy of the superblock; two of them lie in its file, and the younger whole one counts.
 SUPERBLOCK_BYTES: Final = 4096
-SLOT_HEADER_BYTES: Final = 128  # before its checksums
+SLOT_HEADER_BYTES: Final = 128  # before its checksums and tokens
 
 SUPERBLOCK_FILE: Final = "store.kvp"
 INTENT_FILE: Final = "intents.kvp"
@@ -94,7 +94,7 @@ def slot_bytes(layout: BlockLayout) -> int:
 
 
 def _header_bytes(layout: BlockLayout) -> int:
-    return _whole(SLOT_HEADER_BYTES + 4 * layout.crc_count)
+    return _whole(SLOT_HEADER_BYTES + 4 * (layout.crc_count + layout.block_tokens))
 
 
 def _whole(size: int) -> int:

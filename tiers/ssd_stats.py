@@ -38,6 +38,7 @@ class SsdNumbers:
     misses: int = 0
     evictions: int = 0
     corruptions: int = 0
+    mismatches: int = 0
     read_errors: int = 0
     write_errors: int = 0
     read_timeouts: int = 0

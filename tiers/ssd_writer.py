@@ -34,6 +34,7 @@ from kvpool.tiers.ssd_device import Outcome, SsdDevice
 from kvpool.tiers.ssd_files import translated
 from kvpool.tiers.ssd_index import SsdIndex
 from kvpool.tiers.ssd_stats import SsdCounts
+from kvpool.tiers.tokens import TokenRows
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +50,14 @@ class Incoming:
         keys, parents: 32 bytes each, concatenated.
         source: Where they are, in any order.
         crcs: uint32 [blocks, layers, kv_heads] that they must sum to, or None.
+        tokens: What is known of their tokens, or None.
     """
 
     keys: bytes
     parents: bytes
     source: BlockView
     crcs: Crcs | None
+    tokens: TokenRows | None = None
 
     def __len__(self) -> int:
         return len(self.source)
@@ -63,13 +66,16 @@ class Incoming:
         """Return blocks ``begin`` to ``end`` (exclusive, cut at the last)."""
         names = slice(begin * HASH_BYTES, end * HASH_BYTES)
         crcs = None if self.crcs is None else self.crcs[begin:end]
-        return Incoming(self.keys[names], self.parents[names], self.source.take(begin, end), crcs)
+        source = self.source.take(begin, end)
+        tokens = None if self.tokens is None else self.tokens.take(begin, end)
+        return Incoming(self.keys[names], self.parents[names], source, crcs, tokens)
 
     def only(self, rows: NDArray[np.bool_]) -> "Incoming":
         """Return the blocks that are marked."""
         source = self.source.with_ids(self.source.block_ids[rows])
         crcs = None if self.crcs is None else self.crcs[rows]
-        return Incoming(select(self.keys, rows), select(self.parents, rows), source, crcs)
+        tokens = None if self.tokens is None else self.tokens.only(rows)
+        return Incoming(select(self.keys, rows), select(self.parents, rows), source, crcs, tokens)
 
 
 class SsdWriter:
@@ -200,6 +206,7 @@ class SsdWriter:
                 wanted.crcs,
                 deadline.remaining_s(),
                 np.array(sorted(self._late), dtype=np.uint32),
+                wanted.tokens,
             )
             self._note_failures(run, outcome)
             done[fresh] = outcome.are(lib.KVP_SLOT_DONE) & outcome.durable

@@ -22,6 +22,7 @@ from kvpool.memory import BlockView, Crcs
 from kvpool.tiers.base import BlockTokens, Tier, TierStats
 from kvpool.tiers.dram import DramTier
 from kvpool.tiers.flusher import FlushCounts, Flusher, FlushLimits, SlowStore
+from kvpool.tiers.tokens import TokenRows
 
 logger = logging.getLogger(__name__)
 
@@ -154,6 +155,7 @@ class StackTier(Tier):
                     parent,
                     self.fast.view(slots, writable=False),
                     crcs=self.fast.crcs(slots),
+                    tokens=self.fast.tokens(slots),
                     deadline_s=max(0.0, deadline.remaining_s()),
                 )
             finally:
@@ -202,11 +204,11 @@ class StackTier(Tier):
         return new
 
     def note_tokens(self, slots: Sequence[Slot], tokens: BlockTokens) -> None:
-        """Keep tokens beside slots in DRAM; they do not go below. See ``Tier``."""
+        """Keep tokens beside slots in DRAM; they go below with their blocks. See ``Tier``."""
         self.fast.note_tokens(slots, tokens)
 
     def same_tokens(self, slots: Sequence[Slot], tokens: BlockTokens) -> int:
-        """Compare tokens of blocks in DRAM that were stored with them. See ``Tier``."""
+        """Compare tokens of pinned blocks. See ``Tier``."""
         return self.fast.same_tokens(slots, tokens)
 
     def abort(self, slot: Slot) -> None:
@@ -293,12 +295,18 @@ class StackTier(Tier):
                 return 0  # everything in DRAM is in use
             view = self.fast.view(slots, writable=True)
             wait_s = max(0.0, deadline.remaining_s())
-            good, crcs = self.slow.read(below[: len(slots)], view, deadline_s=wait_s)
+            rows = TokenRows.unknown(len(slots), self.layout.block_tokens)
+            good, crcs = self.slow.read(below[: len(slots)], view, tokens=rows, deadline_s=wait_s)
             self.fast.settle_run(slots)
             written, slots = slots[:good], slots[good:]
             if good:
                 self._measure(good, time.monotonic() - begun)
                 parent = BlockHash(above[-HASH_BYTES:]) if above else None
+                known = rows.take(0, good).known
+                self.fast.note_tokens(
+                    Slots(written.indices[known], written.generations[known]),
+                    rows.values[:good][known],
+                )
                 self.fast.commit_run(written, keys[: good * HASH_BYTES], parent, crcs)
             self.fast.abort_run(slots)
         except BaseException:

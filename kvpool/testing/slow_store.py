@@ -14,6 +14,7 @@ from kvpool.errors import TransferTimeoutError, UnavailableError
 from kvpool.memory import BlockView, Crcs
 from kvpool.tiers.base import TierStats
 from kvpool.tiers.flusher import SlowStore
+from kvpool.tiers.tokens import TokenRows
 
 
 class FaultyStore(SlowStore):
@@ -48,6 +49,7 @@ class FaultyStore(SlowStore):
         source: BlockView,
         *,
         crcs: Crcs | None = None,
+        tokens: TokenRows | None = None,
         deadline_s: float,
     ) -> int:
         """Write, or hang, or fail, or take only some."""
@@ -60,17 +62,23 @@ class FaultyStore(SlowStore):
             parent,
             source.take(0, count),
             crcs=None if crcs is None else crcs[:count],
+            tokens=None if tokens is None else tokens.take(0, count),
             deadline_s=deadline_s,
         )
 
     def read(
-        self, slots: Sequence[Slot], dest: BlockView, *, deadline_s: float
+        self,
+        slots: Sequence[Slot],
+        dest: BlockView,
+        *,
+        tokens: TokenRows | None = None,
+        deadline_s: float,
     ) -> tuple[int, Crcs]:
         """Read, or hang until the deadline and give nothing, or fail."""
         if not self._pass(deadline_s):
             return 0, np.empty((0, self.layout.num_layers, self.layout.kv_heads), dtype=np.uint32)
         self.reads += 1
-        return self._inner.read(slots, dest, deadline_s=deadline_s)
+        return self._inner.read(slots, dest, tokens=tokens, deadline_s=deadline_s)
 
     def durable(self, keys: bytes) -> int:
         """Pass on."""

@@ -90,8 +90,6 @@ class TierModel:
 class TierMachine(RuleBasedStateMachine):
     """Calls a tier and the model alike, and compares all that can be seen after every step."""
 
-    keeps_tokens: bool = True  # beside blocks, to compare them
-
     def __init__(self) -> None:
         super().__init__()
         self.tier = self.open_tier()
@@ -197,7 +195,7 @@ class TierMachine(RuleBasedStateMachine):
     @rule(pick=picks, tokens=tokens)
     def compare(self, pick: int, tokens: int) -> None:
         block, slot = self.pins[pick % len(self.pins)]
-        same = not self.keeps_tokens or block.tokens in (None, tokens)
+        same = block.tokens in (None, tokens)
         assert self.tier.same_tokens([slot], tokens_of(tokens)) == same
 
     @precondition(lambda self: self.pins)

@@ -26,7 +26,6 @@ class TierSuite(ABC):
     """The suite. ``layout`` may be set to one that the implementation needs."""
 
     layout: BlockLayout = SMALL_LAYOUT
-    keeps_tokens: bool = True  # beside blocks, to compare them
 
     @abstractmethod
     def open_tier(self, layout: BlockLayout, slot_count: int) -> Tier:
@@ -154,9 +153,9 @@ class TierSuite(ABC):
         assert tier.stats().mismatches == 0
         other = tokens.copy()
         other[1, -1] += 1
-        assert tier.same_tokens(slots, other) == (1 if self.keeps_tokens else 3)
-        assert tier.same_tokens(slots[1:], other[1:]) == (0 if self.keeps_tokens else 2)
-        assert tier.stats().mismatches == (2 if self.keeps_tokens else 0)
+        assert tier.same_tokens(slots, other) == 1
+        assert tier.same_tokens(slots[1:], other[1:]) == 0
+        assert tier.stats().mismatches == 2
         tier.unpin(slots)
 
     def test_a_block_stored_by_its_hash_alone_has_any_tokens(self, tier: Tier) -> None:

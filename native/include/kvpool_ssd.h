@@ -14,7 +14,7 @@
 
 enum {
     KVP_BLOCK_BYTES = 4096, /* what direct I/O wants sizes, offsets and addresses to be multiples of */
-    KVP_SLOT_VERSION_NUMBER = 1,
+    KVP_SLOT_VERSION_NUMBER = 2, /* 1 is read, too: it has no tokens */
     KVP_INTENT_VERSION_NUMBER = 1,
     KVP_STORE_ID_BYTES = 16,
     KVP_NAME_BYTES = 32
@@ -31,7 +31,7 @@ typedef struct {
     uint64_t slot;
     uint64_t payload_bytes;
     uint32_t crc_count;
-    uint32_t reserved;
+    uint32_t token_count; /* that follow the crcs: the block's, or 0 if they are not known */
     uint32_t crcs[];
 } slot_header;
 
@@ -70,8 +70,12 @@ size_t kvp_slot_payload_bytes(const kvp_ssd_geometry *geometry);
 bool kvp_slot_geometry_fits(const kvp_ssd_geometry *geometry);
 /* The canonical payload behind the header at `buffer`. */
 kvp_view kvp_slot_view(const kvp_ssd_geometry *geometry, const uint8_t *buffer);
-/* Complete the header at `buffer`, whose crcs are there already. */
-void kvp_slot_seal(const kvp_ssd_geometry *geometry, const slot_name *name, uint8_t *buffer);
+/* Complete the header at `buffer`, whose crcs are there already. `tokens` are the block's, or null;
+ * a header that was laid out without room for them is left without. */
+void kvp_slot_seal(const kvp_ssd_geometry *geometry, const slot_name *name,
+                   const uint32_t *tokens, uint8_t *buffer);
+/* The tokens of a checked header, as many as the shape has; null if it has none. */
+const uint32_t *kvp_slot_tokens(const uint8_t *buffer);
 /* Check the header at `buffer`, read from slot `slot`; DONE gives the name. */
 kvp_slot_result kvp_slot_open(const kvp_ssd_geometry *geometry, uint32_t slot,
                               const uint8_t *buffer, slot_name *name);
@@ -96,6 +100,10 @@ typedef struct batch {
     const uint64_t *blocks;
     const uint32_t *crc_expected;
     uint32_t *crcs;
+    const uint32_t *tokens; /* WRITE: nullable; of those that `known` marks */
+    const bool *known;
+    uint32_t *found_tokens; /* READ, SCAN: nullable */
+    bool *found_known;
     uint8_t *found_keys, *found_parents;
     uint64_t *found_generations;
     uint64_t sequence;   /* INTENT */

@@ -131,33 +131,36 @@ void kvp_ssd_stop(kvp_ssd *ssd);
  * last one frees what is left. No other call may be under way or follow. Null is allowed. */
 void kvp_ssd_close(kvp_ssd *ssd, uint64_t timeout_ns);
 
-/* Read blocks into `dst`, verified: keys 32 bytes each, results and crcs (crc_count each) by block.
- * Of a result other than DONE, the destination and the crcs are undefined. */
+/* Read blocks into `dst`, verified: keys 32 bytes each, results, crcs (crc_count each) and tokens
+ * (shape.tokens each, where `known`; both nullable) by block. Of a result other than DONE, all but
+ * the result is undefined. */
 kvp_status kvp_ssd_read(kvp_ssd *ssd, const uint32_t *slots, const uint64_t *generations,
                         const uint8_t *keys, size_t count, const kvp_view *dst,
                         const uint64_t *dst_blocks, uint64_t timeout_ns, uint32_t *crcs,
-                        uint8_t *results, int *error);
+                        uint32_t *tokens, bool *known, uint8_t *results, int *error);
 /* Write blocks, and make them and all that was written before durable: first an intent that names
  * `count` slots of `slots` and the `also` ones behind them, then header and payload of each. Only if
  * KVP_OK is returned is every block with result DONE durable; otherwise slots with a result other
  * than SKIPPED or SOURCE hold anything. Those with result LATE are to be reserved until
- * kvp_ssd_settled names them. crc_expected is nullable. At most KVP_SSD_INTENT_SLOTS slots.
+ * kvp_ssd_settled names them. crc_expected is nullable; so are tokens (shape.tokens each), of which
+ * those that `known` marks go into the headers. At most KVP_SSD_INTENT_SLOTS slots.
  * KVP_TIMEOUT, KVP_SYSTEM (errno in *error), KVP_FULL (call kvp_ssd_settled first), KVP_BUSY (the
  * kernel still has an erasure or an intent of a call that gave up), KVP_INVALID.
  * One call of kvp_ssd_write or kvp_ssd_erase at a time. */
 kvp_status kvp_ssd_write(kvp_ssd *ssd, const uint32_t *slots, const uint64_t *generations,
                          const uint8_t *keys, const uint8_t *parents, size_t count, size_t also,
                          const kvp_view *src, const uint64_t *src_blocks,
-                         const uint32_t *crc_expected, uint64_t timeout_ns, uint8_t *results,
-                         int *error);
+                         const uint32_t *crc_expected, const uint32_t *tokens, const bool *known,
+                         uint64_t timeout_ns, uint8_t *results, int *error);
 /* Erase headers, durably. Returns and results as kvp_ssd_write. */
 kvp_status kvp_ssd_erase(kvp_ssd *ssd, const uint32_t *slots, size_t count, uint64_t timeout_ns,
                          uint8_t *results, int *error);
 /* Read headers, and if `whole` check the payloads: what lies in slots, whatever it is. Result DONE
- * gives key, parent and generation. */
+ * gives key, parent, generation, and tokens where `known` (both nullable). */
 kvp_status kvp_ssd_scan(kvp_ssd *ssd, const uint32_t *slots, size_t count, bool whole,
                         uint64_t timeout_ns, uint8_t *keys, uint8_t *parents,
-                        uint64_t *generations, uint8_t *results, int *error);
+                        uint64_t *generations, uint32_t *tokens, bool *known, uint8_t *results,
+                        int *error);
 /* Take the slots whose late writes have ended since: up to `count`; how many. */
 size_t kvp_ssd_settled(kvp_ssd *ssd, size_t count, uint32_t *slots, uint64_t *generations);
 /* How many threads the kernel holds for calls that have given up. */

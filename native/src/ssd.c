@@ -32,7 +32,7 @@ static kvp_status outcome(const batch *mine, kvp_status status, int *error)
 kvp_status kvp_ssd_read(kvp_ssd *ssd, const uint32_t *slots, const uint64_t *generations,
                         const uint8_t *keys, size_t count, const kvp_view *dst,
                         const uint64_t *dst_blocks, uint64_t timeout_ns, uint32_t *crcs,
-                        uint8_t *results, int *error)
+                        uint32_t *tokens, bool *known, uint8_t *results, int *error)
 {
     *error = 0;
     if (!fit(ssd, slots, count))
@@ -45,6 +45,8 @@ kvp_status kvp_ssd_read(kvp_ssd *ssd, const uint32_t *slots, const uint64_t *gen
                   .view = dst,
                   .blocks = dst_blocks,
                   .crcs = crcs,
+                  .found_tokens = tokens,
+                  .found_known = known,
                   .results = results,
                   .count = count};
     return outcome(&mine, kvp_ssd_run(ssd, &mine, &deadline), error);
@@ -52,7 +54,8 @@ kvp_status kvp_ssd_read(kvp_ssd *ssd, const uint32_t *slots, const uint64_t *gen
 
 kvp_status kvp_ssd_scan(kvp_ssd *ssd, const uint32_t *slots, size_t count, bool whole,
                         uint64_t timeout_ns, uint8_t *keys, uint8_t *parents,
-                        uint64_t *generations, uint8_t *results, int *error)
+                        uint64_t *generations, uint32_t *tokens, bool *known, uint8_t *results,
+                        int *error)
 {
     *error = 0;
     if (!fit(ssd, slots, count))
@@ -64,6 +67,8 @@ kvp_status kvp_ssd_scan(kvp_ssd *ssd, const uint32_t *slots, size_t count, bool 
                   .found_keys = keys,
                   .found_parents = parents,
                   .found_generations = generations,
+                  .found_tokens = tokens,
+                  .found_known = known,
                   .results = results,
                   .count = count};
     return outcome(&mine, kvp_ssd_run(ssd, &mine, &deadline), error);
@@ -108,8 +113,8 @@ static kvp_status admit(kvp_ssd *ssd)
 kvp_status kvp_ssd_write(kvp_ssd *ssd, const uint32_t *slots, const uint64_t *generations,
                          const uint8_t *keys, const uint8_t *parents, size_t count, size_t also,
                          const kvp_view *src, const uint64_t *src_blocks,
-                         const uint32_t *crc_expected, uint64_t timeout_ns, uint8_t *results,
-                         int *error)
+                         const uint32_t *crc_expected, const uint32_t *tokens, const bool *known,
+                         uint64_t timeout_ns, uint8_t *results, int *error)
 {
     *error = 0;
     memset(results, KVP_SLOT_SKIPPED, count);
@@ -138,6 +143,8 @@ kvp_status kvp_ssd_write(kvp_ssd *ssd, const uint32_t *slots, const uint64_t *ge
                   .view = src,
                   .blocks = src_blocks,
                   .crc_expected = crc_expected,
+                  .tokens = tokens,
+                  .known = known,
                   .results = results,
                   .count = count};
     /* The first slots are copied and summed while the intent is on its way to the disk. */

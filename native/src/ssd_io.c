@@ -18,6 +18,9 @@
 #include "kvpool_ssd.h"
 
 enum { THREADS_MAX = 256, HUGE_PAGE_BYTES = 2 << 20 };
+/* Jobs of a shut batch that begin: more of them take the CPUs from the thread that will open it
+ * (docs/decisions/0008-ssd-tier.md has the figures). */
+enum { PREPARED_SLOTS = 1 };
 
 size_t kvp_ssd_settled_max(const kvp_ssd *ssd)
 {
@@ -184,11 +187,9 @@ static void allow(kvp_ssd *ssd, batch *mine, size_t limit)
 
 void kvp_ssd_begin(kvp_ssd *ssd, batch *mine)
 {
-    /* While they wait for what shuts it, half of the threads are left to reads. */
-    const size_t prepared = ssd->geometry.threads / 2;
     memset(mine->results, KVP_SLOT_SKIPPED, mine->count);
     pthread_mutex_lock(&ssd->mutex);
-    allow(ssd, mine, mine->shut && prepared < mine->count ? prepared : mine->count);
+    allow(ssd, mine, mine->shut && mine->count > PREPARED_SLOTS ? PREPARED_SLOTS : mine->count);
     pthread_mutex_unlock(&ssd->mutex);
 }
 

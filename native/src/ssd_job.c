@@ -110,6 +110,18 @@ static uint32_t *crcs_of(const worker *self)
     return ((slot_header *)(void *)self->buffer)->crcs;
 }
 
+/* Hand the tokens of a checked header to the caller, who wants to know. Touching. */
+static void tell_tokens(const worker *self, const batch *mine)
+{
+    if (mine->found_tokens == NULL)
+        return;
+    const size_t count = self->ssd->geometry.shape.tokens;
+    const uint32_t *tokens = kvp_slot_tokens(self->buffer);
+    mine->found_known[self->index] = tokens != NULL;
+    if (tokens != NULL)
+        memcpy(mine->found_tokens + self->index * count, tokens, count * sizeof *tokens);
+}
+
 static kvp_slot_result read_slot(worker *self, int *error)
 {
     const kvp_ssd_geometry *geometry = &self->ssd->geometry;
@@ -134,6 +146,7 @@ static kvp_slot_result read_slot(worker *self, int *error)
                                         &view, &zero, 1, 0, geometry->layers, crcs_of(self), NULL,
                                         crc_count, &bad);
     memcpy(mine->crcs + self->index * crc_count, crcs_of(self), crc_count * sizeof(uint32_t));
+    tell_tokens(self, mine);
     stop_touching(self);
     return copied == KVP_OK ? KVP_SLOT_DONE : KVP_SLOT_CORRUPT;
 }
@@ -158,7 +171,10 @@ static kvp_slot_result write_slot(worker *self, int *error)
         stop_touching(self);
         return KVP_SLOT_SOURCE;
     }
-    kvp_slot_seal(geometry, &self->name, self->buffer);
+    const uint32_t *tokens = mine->tokens == NULL || !mine->known[self->index]
+                                 ? NULL
+                                 : mine->tokens + self->index * geometry->shape.tokens;
+    kvp_slot_seal(geometry, &self->name, tokens, self->buffer);
     memset(self->buffer + end, 0, geometry->slot_bytes - end);
     if (!pass(self))
         return KVP_SLOT_SKIPPED;
@@ -184,6 +200,7 @@ static kvp_slot_result scan_slot(worker *self, bool whole, int *error)
     mine->found_generations[self->index] = found.generation;
     memcpy(mine->found_keys + self->index * KVP_NAME_BYTES, found.key, sizeof found.key);
     memcpy(mine->found_parents + self->index * KVP_NAME_BYTES, found.parent, sizeof found.parent);
+    tell_tokens(self, mine);
     stop_touching(self);
     return KVP_SLOT_DONE;
 }

@@ -67,11 +67,23 @@ static uint32_t sealed_crc(const uint8_t *bytes, size_t size)
     return kvp_crc32c(crc, bytes + 16, size - 16);
 }
 
-void kvp_slot_seal(const kvp_ssd_geometry *geometry, const slot_name *name, uint8_t *buffer)
+static size_t tokens_bytes(const kvp_ssd_geometry *geometry)
+{
+    return geometry->shape.tokens * sizeof(uint32_t);
+}
+
+void kvp_slot_seal(const kvp_ssd_geometry *geometry, const slot_name *name,
+                   const uint32_t *tokens, uint8_t *buffer)
 {
     const size_t crc_count = kvp_slot_crc_count(geometry);
     slot_header *header = (slot_header *)(void *)buffer;
-    const size_t used = sizeof *header + crc_count * sizeof(uint32_t);
+    size_t used = sizeof *header + crc_count * sizeof(uint32_t);
+    header->token_count = 0;
+    if (tokens != NULL && geometry->header_bytes - used >= tokens_bytes(geometry)) {
+        memcpy(buffer + used, tokens, tokens_bytes(geometry));
+        header->token_count = (uint32_t)geometry->shape.tokens;
+        used += tokens_bytes(geometry);
+    }
     header->magic = KVP_SLOT_MAGIC;
     header->version = KVP_SLOT_VERSION_NUMBER;
     memcpy(header->store_id, geometry->store_id, sizeof header->store_id);
@@ -81,9 +93,19 @@ void kvp_slot_seal(const kvp_ssd_geometry *geometry, const slot_name *name, uint
     header->slot = name->slot;
     header->payload_bytes = kvp_slot_payload_bytes(geometry);
     header->crc_count = (uint32_t)crc_count;
-    header->reserved = 0;
     memset(buffer + used, 0, geometry->header_bytes - used);
     header->crc = sealed_crc(buffer, geometry->header_bytes);
+}
+
+const uint32_t *kvp_slot_tokens(const uint8_t *buffer)
+{
+    const slot_header *header = (const slot_header *)(const void *)buffer;
+    return header->token_count == 0 ? NULL : header->crcs + header->crc_count;
+}
+
+static bool is_known(uint32_t version)
+{
+    return version == KVP_SLOT_VERSION_NUMBER || version == 1;
 }
 
 static bool is_zero(const uint8_t *bytes, size_t size)
@@ -98,12 +120,17 @@ kvp_slot_result kvp_slot_open(const kvp_ssd_geometry *geometry, uint32_t slot,
     if (header->magic != KVP_SLOT_MAGIC)
         return is_zero(buffer, geometry->header_bytes) ? KVP_SLOT_EMPTY : KVP_SLOT_CORRUPT;
     if (header->crc != sealed_crc(buffer, geometry->header_bytes))
-        return header->version == KVP_SLOT_VERSION_NUMBER ? KVP_SLOT_CORRUPT : KVP_SLOT_VERSION;
-    if (header->version != KVP_SLOT_VERSION_NUMBER)
+        return is_known(header->version) ? KVP_SLOT_CORRUPT : KVP_SLOT_VERSION;
+    if (!is_known(header->version))
         return KVP_SLOT_VERSION;
     if (header->slot != slot || header->payload_bytes != kvp_slot_payload_bytes(geometry) ||
         header->crc_count != kvp_slot_crc_count(geometry) ||
         memcmp(header->store_id, geometry->store_id, sizeof header->store_id) != 0)
+        return KVP_SLOT_OTHER;
+    const size_t crcs_end = sizeof *header + header->crc_count * sizeof(uint32_t);
+    if (header->token_count != 0 &&
+        (header->token_count != geometry->shape.tokens ||
+         geometry->header_bytes - crcs_end < tokens_bytes(geometry)))
         return KVP_SLOT_OTHER;
     name->slot = slot;
     name->generation = header->generation;

@@ -122,6 +122,8 @@ typedef struct {
     uint8_t keys[SLOTS][KVP_NAME_BYTES], parents[SLOTS][KVP_NAME_BYTES];
     uint8_t source[SLOTS][PAYLOAD], dest[SLOTS][PAYLOAD];
     uint32_t crcs[SLOTS][CRCS];
+    uint32_t tokens[SLOTS][TOKENS], found[SLOTS][TOKENS];
+    bool known[SLOTS], told[SLOTS];
     uint8_t results[SLOTS];
     int error;
 } store;
@@ -181,6 +183,9 @@ static store *opened(void)
     fill_random(mine->keys, sizeof mine->keys);
     fill_random(mine->parents, sizeof mine->parents);
     fill_random(mine->source, sizeof mine->source);
+    fill_random(mine->tokens, sizeof mine->tokens);
+    for (size_t i = 0; i < SLOTS; i++)
+        mine->known[i] = i % 3 != 0;
     return mine;
 }
 
@@ -199,15 +204,16 @@ static kvp_status write_all(store *mine, uint64_t timeout_ns)
     const kvp_view view = flat(mine->source[0]);
     __atomic_store_n(&declared, false, __ATOMIC_SEQ_CST);
     return kvp_ssd_write(mine->ssd, mine->slots, mine->lives, mine->keys[0], mine->parents[0],
-                         SLOTS, 0, &view, mine->blocks, NULL, timeout_ns, mine->results,
-                         &mine->error);
+                         SLOTS, 0, &view, mine->blocks, NULL, mine->tokens[0], mine->known,
+                         timeout_ns, mine->results, &mine->error);
 }
 
 static kvp_status read_all(store *mine, uint64_t timeout_ns)
 {
     const kvp_view view = flat(mine->dest[0]);
     return kvp_ssd_read(mine->ssd, mine->slots, mine->lives, mine->keys[0], SLOTS, &view,
-                        mine->blocks, timeout_ns, mine->crcs[0], mine->results, &mine->error);
+                        mine->blocks, timeout_ns, mine->crcs[0], mine->found[0], mine->told,
+                        mine->results, &mine->error);
 }
 
 static size_t count_results(const store *mine, kvp_slot_result result)
@@ -230,6 +236,10 @@ static void test_what_was_written_is_read(mood reads, mood writes)
     CHECK(read_all(mine, UINT64_C(60) * SECOND) == KVP_OK);
     CHECK(count_results(mine, KVP_SLOT_DONE) == SLOTS);
     CHECK(memcmp(mine->source, mine->dest, sizeof mine->source) == 0);
+    for (size_t i = 0; i < SLOTS; i++) {
+        CHECK(mine->told[i] == mine->known[i]);
+        CHECK(!mine->told[i] || memcmp(mine->found[i], mine->tokens[i], sizeof mine->found[i]) == 0);
+    }
     for (size_t i = 0; i < SLOTS; i++)
         for (size_t c = 0; c < CRCS; c++)
             CHECK(mine->crcs[i][c] == kvp_crc32c(0, mine->dest[mine->blocks[i]] + c * PAYLOAD / CRCS,
@@ -260,8 +270,8 @@ static void test_every_flipped_bit_is_seen(void)
         CHECK(pwrite(mine->segments[0], &flipped, 1, at) == 1);
         const kvp_view view = flat(mine->dest[0]);
         CHECK(kvp_ssd_read(mine->ssd, mine->slots, mine->lives, mine->keys[0], 1, &view,
-                           mine->blocks, UINT64_C(60) * SECOND, mine->crcs[0], mine->results,
-                           &mine->error) == KVP_OK);
+                           mine->blocks, UINT64_C(60) * SECOND, mine->crcs[0], NULL, NULL,
+                           mine->results, &mine->error) == KVP_OK);
         CHECK(mine->results[0] == KVP_SLOT_CORRUPT || mine->results[0] == KVP_SLOT_VERSION);
         CHECK(pwrite(mine->segments[0], &byte, 1, at) == 1);
     }
@@ -283,8 +293,11 @@ static void test_every_bit_of_a_header_counts(void)
     const kvp_view to = flat(copy);
     CHECK(kvp_copy_blocks(&made.shape, &to, &zero, &view, &zero, 1, 0, LAYERS, NULL,
                           ((slot_header *)(void *)buffer)->crcs, CRCS, &bad) == KVP_OK);
-    kvp_slot_seal(&made, &name, buffer);
+    uint32_t tokens[TOKENS];
+    fill_random(tokens, sizeof tokens);
+    kvp_slot_seal(&made, &name, tokens, buffer);
     CHECK(kvp_slot_open(&made, 3, buffer, &found) == KVP_SLOT_DONE);
+    CHECK(memcmp(kvp_slot_tokens(buffer), tokens, sizeof tokens) == 0);
     CHECK(kvp_slot_whole(&made, buffer) && memcmp(found.key, name.key, sizeof name.key) == 0);
     CHECK(kvp_slot_open(&made, 4, buffer, &found) == KVP_SLOT_OTHER);
     for (size_t bit = 0; bit < 8 * 4096; bit++) {
@@ -304,6 +317,32 @@ static void test_every_bit_of_a_header_counts(void)
     free(copy);
 }
 
+/* A header of `version`, whose checksum is right, and whose field that was reserved holds `tokens`. */
+static kvp_slot_result opened_as(uint32_t version, uint32_t tokens)
+{
+    const kvp_ssd_geometry made = geometry();
+    slot_name name = {.slot = 3, .generation = 9}, found;
+    uint8_t *buffer = calloc(1, SLOT_BYTES);
+    slot_header *header = (slot_header *)(void *)buffer;
+    kvp_slot_seal(&made, &name, NULL, buffer);
+    CHECK(kvp_slot_tokens(buffer) == NULL);
+    header->version = version;
+    header->token_count = tokens;
+    header->crc = 0;
+    header->crc = kvp_crc32c(0, buffer, 4096);
+    kvp_slot_result result = kvp_slot_open(&made, 3, buffer, &found);
+    free(buffer);
+    return result;
+}
+
+static void test_headers_of_other_versions(void)
+{
+    CHECK(opened_as(1, 0) == KVP_SLOT_DONE);
+    CHECK(opened_as(2, 0) == KVP_SLOT_DONE && opened_as(2, TOKENS) == KVP_SLOT_DONE);
+    CHECK(opened_as(2, TOKENS + 1) == KVP_SLOT_OTHER);
+    CHECK(opened_as(0, 0) == KVP_SLOT_VERSION && opened_as(3, 0) == KVP_SLOT_VERSION);
+}
+
 static void test_scan_tells_what_lies_there(void)
 {
     store *mine = opened();
@@ -318,7 +357,10 @@ static void test_scan_tells_what_lies_there(void)
     CHECK(ftruncate(mine->segments[0], 2 * SLOT_BYTES + 100) == 0);
     for (int whole = 0; whole < 2; whole++) {
         CHECK(kvp_ssd_scan(mine->ssd, mine->slots, SLOTS, whole, UINT64_C(60) * SECOND, keys[0],
-                           parents[0], lives, mine->results, &mine->error) == KVP_OK);
+                           parents[0], lives, mine->found[0], mine->told, mine->results,
+                           &mine->error) == KVP_OK);
+        CHECK(mine->told[1] && !mine->told[3]);
+        CHECK(memcmp(mine->found[1], mine->tokens[1], sizeof mine->found[1]) == 0);
         CHECK(mine->results[2] == KVP_SLOT_CORRUPT && mine->results[4] == KVP_SLOT_EMPTY);
         CHECK(mine->results[6] == (whole ? KVP_SLOT_CORRUPT : KVP_SLOT_DONE));
         CHECK(mine->results[1] == KVP_SLOT_DONE && lives[1] == mine->lives[1]);
@@ -463,7 +505,7 @@ static void test_a_source_that_lies_is_not_written(void)
     const kvp_view view = flat(mine->source[0]);
     memset(mine->crcs, 0x11, sizeof mine->crcs);
     CHECK(kvp_ssd_write(mine->ssd, mine->slots, mine->lives, mine->keys[0], mine->parents[0], SLOTS,
-                        0, &view, mine->blocks, mine->crcs[0], UINT64_C(60) * SECOND,
+                        0, &view, mine->blocks, mine->crcs[0], NULL, NULL, UINT64_C(60) * SECOND,
                         mine->results, &mine->error) == KVP_OK);
     CHECK(count_results(mine, KVP_SLOT_SOURCE) == SLOTS);
     closed(mine);
@@ -517,6 +559,7 @@ int main(void)
     test_another_block_or_life_is_not_read();
     test_every_flipped_bit_is_seen();
     test_every_bit_of_a_header_counts();
+    test_headers_of_other_versions();
     test_scan_tells_what_lies_there();
     test_a_failing_disk_says_so();
     test_a_hung_read_ends_and_touches_nothing();

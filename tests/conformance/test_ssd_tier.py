@@ -18,7 +18,6 @@ from kvpool.tiers.ssd import SsdTier
 
 class TestSsdTier(TierSuite):
     folder: Path
-    keeps_tokens = False
 
     @pytest.fixture(autouse=True)
     def _own_folder(self, tmp_path: Path) -> None:

@@ -12,8 +12,6 @@ from kvpool.tiers.ssd import SsdTier
 
 
 class SsdTierMachine(TierMachine):
-    keeps_tokens = False
-
     def open_tier(self) -> Tier:
         self.folder = tempfile.TemporaryDirectory()
         return SsdTier(

@@ -10,19 +10,25 @@ import pytest
 from kvpool.errors import FormatVersionError
 from kvpool.testing.blocks import SMALL_LAYOUT, key, payload, view_of
 from kvpool.tiers.ssd import SsdTier
+from kvpool.tiers.tokens import TokenRows
 from tests.tidy.test_formats import TEXT, crc32c, number, table
 
 SLOTS = 3
 COPY_BYTES = 4096
 KEYS = key(0) + key(1)
 PAYLOAD = payload(SMALL_LAYOUT, 2, seed=5)
+TOKENS = TokenRows(
+    np.arange(2 * SMALL_LAYOUT.block_tokens, dtype=np.uint32).reshape(2, -1),
+    np.array([True, False]),
+)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     """Make a store with a chain of two blocks, closed in order."""
     with SsdTier(tmp_path, SMALL_LAYOUT, SLOTS, threads=2, timeout_s=60) as tier:
-        assert tier.write(KEYS, None, view_of(SMALL_LAYOUT, PAYLOAD), deadline_s=60) == 2
+        source = view_of(SMALL_LAYOUT, PAYLOAD)
+        assert tier.write(KEYS, None, source, tokens=TOKENS, deadline_s=60) == 2
     return tmp_path
 
 
@@ -76,7 +82,7 @@ def test_slots(folder: Path) -> None:
         slot = raw[at * size : (at + 1) * size]
         assert sealed(slot[:4096])
         assert slot[:8] == b"KVPSSLOT"
-        assert number(slot, head, "version") == 1
+        assert number(slot, head, "version") == 2
         assert slot[head["store_id"][0] :][:16] == copy[table("superblock")["store_id"][0] :][:16]
         assert slot[head["hash"][0] :][:32] == key(at)
         assert slot[head["parent"][0] :][:32] == (key(0) if at else bytes(32))
@@ -91,6 +97,10 @@ def test_slots(folder: Path) -> None:
         each = SMALL_LAYOUT.head_bytes
         for count, crc in enumerate(crcs.tolist()):
             assert crc == crc32c(found[count * each : (count + 1) * each])
+        count = number(slot, head, "token_count")
+        assert count == (0 if at else SMALL_LAYOUT.block_tokens)
+        tokens = np.frombuffer(slot[begin + 4 * len(crcs) :][: 4 * count], dtype="<u4")
+        np.testing.assert_array_equal(tokens, TOKENS.values[at][:count])
     assert not raw[2 * size :].strip(b"\0")
 
 
@@ -134,6 +144,32 @@ def test_the_text_names_magic_and_version(folder: Path, title: str, file: str, m
     assert f"`{magic}`" in TEXT
     (told,) = re.findall(rf"size \| {title} \|\n(?:\|.*\n)*?\| 8 \| 4 \| version: (\d+)", TEXT)
     assert number(raw, table(title), "version") == int(told)
+
+
+def test_slots_of_the_version_before_are_read(folder: Path) -> None:
+    """As they were written: the field at 124 was 0, and no tokens behind the checksums."""
+    path = folder / "segment-0000.kvp"
+    raw = bytearray(path.read_bytes())
+    size = len(raw) // SLOTS
+    for at in range(2):
+        header = raw[at * size : at * size + COPY_BYTES]
+        header[8:12] = (1).to_bytes(4, "little")
+        header[124:128] = bytes(4)
+        begin = 128 + 4 * SMALL_LAYOUT.crc_count
+        header[begin:] = bytes(COPY_BYTES - begin)
+        crc = crc32c(bytes(header[:12]) + bytes(4) + bytes(header[16:]))
+        header[12:16] = crc.to_bytes(4, "little")
+        raw[at * size : at * size + COPY_BYTES] = header
+    path.write_bytes(raw)
+    with SsdTier(folder, SMALL_LAYOUT, SLOTS, threads=2, timeout_s=60) as tier:
+        slots = tier.pin(KEYS)
+        out = np.zeros((2, SMALL_LAYOUT.block_bytes), dtype=np.uint8)
+        rows = TokenRows.unknown(2, SMALL_LAYOUT.block_tokens)
+        good, _ = tier.read(slots, view_of(SMALL_LAYOUT, out), tokens=rows, deadline_s=60)
+        assert good == 2
+        np.testing.assert_array_equal(out, PAYLOAD)
+        assert not rows.known.any()
+        tier.unpin(slots)
 
 
 def test_a_store_of_another_version_is_refused_with_what_to_do(folder: Path) -> None:

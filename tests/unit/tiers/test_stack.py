@@ -12,8 +12,8 @@ import pytest
 from kvpool.arena import Arena
 from kvpool.block import BlockHash, new_incarnation
 from kvpool.errors import CapacityError, ClosedError, UnavailableError
-from kvpool.memory import Span
-from kvpool.testing.blocks import SMALL_LAYOUT, key, payload, read, write
+from kvpool.memory import Span, copy_blocks
+from kvpool.testing.blocks import SMALL_LAYOUT, key, payload, read, view_of, write
 from kvpool.testing.slow_store import FaultyStore
 from kvpool.tiers.dram import DramTier
 from kvpool.tiers.flusher import FlushLimits, rest_s
@@ -427,3 +427,23 @@ def test_the_flusher_rests_for_its_budget_and_for_others() -> None:
     assert rest_s(0.5, 10, 1000, loaded=False) == 0
     assert rest_s(0.5, 10, 0, loaded=True) >= 2 * 0.5  # it has a third of the time at most
     assert rest_s(0.5, 10, 1, loaded=True) == 9.5
+
+
+def test_tokens_go_down_and_come_up_with_their_blocks(stack: StackTier) -> None:
+    tokens = np.arange(2 * SMALL_LAYOUT.block_tokens, dtype=np.uint32).reshape(2, -1)
+    for number in range(2):
+        slot = stack.reserve()
+        if number == 0:  # the other one is stored by its hash alone
+            stack.note_tokens([slot], tokens[:1])
+        block = payload(SMALL_LAYOUT, 1, number)
+        crcs = copy_blocks(stack.view([slot], writable=True), view_of(SMALL_LAYOUT, block))
+        stack.commit(slot, key(number), key(0) if number else None, crcs[0])
+    flushed(stack)
+    assert stack.evict(2) == 2
+    assert stack.promote(keys(0, 1), wait_s=PATIENCE_S) == 2
+    slots = stack.pin(keys(0, 1))
+    assert stack.same_tokens(slots, tokens) == 2
+    assert stack.same_tokens(slots[1:], 5 + tokens[1:]) == 1
+    assert stack.same_tokens(slots, 5 + tokens) == 0
+    assert stack.stats().mismatches == 1
+    stack.unpin(slots)
