@@ -197,11 +197,11 @@ class Gateway:
             "range_end": _text(_end(prefix)),
             "start_revision": str(revision),
         }
-        timeout = httpx.Timeout(self._timeout_s, read=silence_s)
+        waits = httpx.Timeout(self._timeout_s, read=silence_s)
         with (
             self._translated(),
             self._client.stream(
-                "POST", self._url("/v3/watch"), json={"create_request": create}, timeout=timeout
+                "POST", self._url("/v3/watch"), json={"create_request": create}, timeout=waits
             ) as response,
         ):
             if response.status_code != httpx.codes.OK:

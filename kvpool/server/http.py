@@ -64,7 +64,7 @@ class HttpServer:
     """
 
     def __init__(self, host: str, port: int, metrics: Metrics, health: Health) -> None:
-        pages: dict[str, Callable[[], tuple[HTTPStatus, str, bytes]]] = {
+        answers: dict[str, Callable[[], tuple[HTTPStatus, str, bytes]]] = {
             "/metrics": lambda: (
                 HTTPStatus.OK,
                 "text/plain; version=0.0.4; charset=utf-8",
@@ -74,7 +74,7 @@ class HttpServer:
             "/readyz": lambda: _said(health.hangs() or health.not_ready),
         }
         try:
-            self._server = _Server((host, port), _handler(pages))
+            self._server = _Server((host, port), _handler(answers))
         except OSError as error:
             raise ConfigError(
                 f"{host}:{port} cannot be had for HTTP: {error.strerror}", key="listen.http"
@@ -123,17 +123,19 @@ def _said(trouble: str) -> tuple[HTTPStatus, str, bytes]:
 
 
 def _handler(
-    pages: dict[str, Callable[[], tuple[HTTPStatus, str, bytes]]],
+    answers: dict[str, Callable[[], tuple[HTTPStatus, str, bytes]]],
 ) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        timeout = _SILENCE_S
+        def setup(self) -> None:
+            super().setup()
+            self.connection.settimeout(_SILENCE_S)
 
         def do_GET(self) -> None:
-            page = pages.get(self.path.split("?", 1)[0])
-            if page is None:
-                self.send_error(HTTPStatus.NOT_FOUND, f"here are {', '.join(pages)}")
+            answer = answers.get(self.path.split("?", 1)[0])
+            if answer is None:
+                self.send_error(HTTPStatus.NOT_FOUND, f"here are {', '.join(answers)}")
                 return
-            status, kind, body = page()
+            status, kind, body = answer()
             self.send_response(status)
             self.send_header("Content-Type", kind)
             self.send_header("Content-Length", str(len(body)))
@@ -141,6 +143,6 @@ def _handler(
             self.wfile.write(body)
 
         def log_message(self, format: str, *arguments: object) -> None:
-            logger.debug(format, *arguments)
+            logger.debug("%s", format % arguments)
 
     return Handler

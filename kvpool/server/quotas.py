@@ -59,19 +59,23 @@ class TenantLedger:
         limit = tenant.store_bytes_max
         if limit is None:
             return
-        for swept in (False, True):
-            if swept:
-                self.sweep(SWEEP_NAMES)
-            held = sum(self._names.get(name) is not None for name in _each(hashes))
-            new = (len(hashes) // HASH_BYTES - held) * self._block_bytes
-            used = self.used_bytes(tenant.name)
-            if used + new <= limit:
-                return
+        used, new = self._after(tenant, hashes)
+        if used + new > limit:
+            self.sweep(SWEEP_NAMES)
+            used, new = self._after(tenant, hashes)
+        if used + new <= limit:
+            return
         raise CapacityError(
             f"tenant {tenant.name} has {used} of {limit} bytes in this server, {new} more were to "
             "be stored: store less, or have store_bytes_max raised",
             size_bytes=new,
         )
+
+    def _after(self, tenant: Tenant, hashes: bytes) -> tuple[int, int]:
+        """Return what a tenant has, and what these blocks would add, in bytes."""
+        held = sum(self._names.get(name) is not None for name in _each(hashes))
+        new = (len(hashes) // HASH_BYTES - held) * self._block_bytes
+        return self.used_bytes(tenant.name), new
 
     def stored(self, tenant: Tenant, hashes: bytes) -> None:
         """Take note that blocks are here now, and whose they are if they were nobody's."""

@@ -17,7 +17,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of all sections."""
 
 
-class NodeSettings(Section):
+class NodeSettings(Section, frozen=True, kw_only=True):
     """The server itself."""
 
     name: Annotated[
@@ -45,7 +45,7 @@ class NodeSettings(Section):
     ] = 256
 
 
-class SsdSettings(Section):
+class SsdSettings(Section, frozen=True, kw_only=True):
     """The SSD tier below the DRAM tier, if ``folder`` is set."""
 
     folder: Annotated[
@@ -73,7 +73,7 @@ class SsdSettings(Section):
     ] = 1.0
 
 
-class PoolSettings(Section):
+class PoolSettings(Section, frozen=True, kw_only=True):
     """What this server keeps."""
 
     dram: Annotated[
@@ -86,7 +86,7 @@ class PoolSettings(Section):
     ssd: SsdSettings = SsdSettings()
 
 
-class ListenSettings(Section):
+class ListenSettings(Section, frozen=True, kw_only=True):
     """For clients and servers on other hosts. The sockets in ``node.run_dir`` are always there."""
 
     address: Annotated[
@@ -120,7 +120,7 @@ class ListenSettings(Section):
     ] = ""
 
 
-class TransferSettings(Section):
+class TransferSettings(Section, frozen=True, kw_only=True):
     """How blocks move."""
 
     ucx: Annotated[
@@ -146,14 +146,14 @@ class TransferSettings(Section):
     ] = ""
 
 
-class MemberSettings(Section):
+class MemberSettings(Section, frozen=True, kw_only=True):
     """One node of a static list."""
 
     name: Annotated[str, msgspec.Meta(description="Its node.name")]
     address: Annotated[str, msgspec.Meta(description="Its listen.advertise, HOST:PORT")]
 
 
-class EtcdSettings(Section):
+class EtcdSettings(Section, frozen=True, kw_only=True):
     """Membership through etcd, if ``endpoints`` are set. Needs ``pip install 'kvpool[etcd]'``."""
 
     endpoints: Annotated[
@@ -180,7 +180,7 @@ class EtcdSettings(Section):
     key_file: Annotated[str, msgspec.Meta(description="Its private key")] = ""
 
 
-class RingSettings(Section):
+class RingSettings(Section, frozen=True, kw_only=True):
     """Which servers make up the pool: a static list or etcd, or neither for one server alone."""
 
     members: Annotated[
@@ -197,7 +197,7 @@ class RingSettings(Section):
     etcd: EtcdSettings = EtcdSettings()
 
 
-class AccessSettings(Section):
+class AccessSettings(Section, frozen=True, kw_only=True):
     """Who may call ``listen.address``. This user's processes on this host always may."""
 
     secret_file: Annotated[
@@ -219,7 +219,7 @@ class AccessSettings(Section):
     ] = ""
 
 
-class TenantSettings(Section):
+class TenantSettings(Section, frozen=True, kw_only=True):
     """Who may call, and how much of the pool is his. ``[[tenants]]``; none: whoever gets through."""
 
     name: Annotated[str, msgspec.Meta(description="Name, in counters and logs")]
@@ -244,7 +244,7 @@ class TenantSettings(Section):
     ] = False
 
 
-class FileSettings(Section):
+class FileSettings(Section, frozen=True, kw_only=True):
     """The whole file."""
 
     node: NodeSettings = NodeSettings()

@@ -216,9 +216,7 @@ def test_another_tenants_blocks_cannot_be_named(secure: Secure) -> None:
         assert red.match(chain_of(red, 1)).blocks == blocks > 0
         assert blue.match(chain_of(blue, 1)).blocks == 0
         assert chain_of(red, 1).hashes != chain_of(blue, 1).hashes
-        salted = namespace(LAYOUT, "chain 1")
         assert red.salt() not in (b"", blue.salt())
-        assert salted.digest not in chain_of(red, 1).hashes
 
 
 def test_another_tenants_salt_opens_nothing(secure: Secure) -> None:
@@ -292,9 +290,10 @@ def test_a_store_quota_refuses_and_others_go_on(secure: Secure) -> None:
 
 def test_what_concerns_everybody_is_for_operators(secure: Secure) -> None:
     with closing(secure.caller(secure.tenant("red"))) as caller:
-        for method in (protocol.EVICT, protocol.VERIFY):
-            with pytest.raises(UsageError, match="is no operator"):
-                caller.call(method, method.request(), WAIT_S)
+        with pytest.raises(UsageError, match="is no operator"):
+            caller.call(protocol.EVICT, protocol.EvictRequest(), WAIT_S)
+        with pytest.raises(UsageError, match="is no operator"):
+            caller.call(protocol.VERIFY, protocol.Done(), WAIT_S)
     with closing(secure.caller(secure.tenant("servers"))) as caller:
         assert caller.call(protocol.EVICT, protocol.EvictRequest(blocks=1), WAIT_S).blocks <= 1
 

@@ -16,6 +16,7 @@ Rule = Callable[[ast.AST], Iterator[str]]
 COMMANDS = (
     "kvpool.cli",
     "kvpool.server.main",
+    "kvpool.server.daemon",
     "kvpool.integration.serve",
     "kvpool.integration.runtime.worker",
 )
