@@ -135,7 +135,7 @@ class ServeProcess:
 
     def pool_stats(self) -> dict[str, int]:
         """What the pool says of itself."""
-        return self._pool().stats
+        return dict(self._pool().stats)
 
     def wait_connected(self) -> None:
         """Wait until every worker is connected to the pool: after a new one has been started."""

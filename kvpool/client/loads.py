@@ -6,7 +6,7 @@ block that did not verify, and a lease that waited for its last load. Who calls 
 
 import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -202,7 +202,7 @@ class Loads:
             client=lease.link.client, lease=lease.number, first=first, count=len(dest)
         )
 
-        def messages() -> Iterator[protocol.Payload]:
+        def messages() -> Generator[protocol.Payload, None, None]:
             stream = lease.link.caller.stream(protocol.READ, request, deadline.remaining_s())
             with closing(stream):
                 for message in stream:

@@ -37,7 +37,7 @@ from kvpool.errors import (
     UsageError,
 )
 from kvpool.events import EventSink, PeerLost
-from kvpool.memory import Crcs
+from kvpool.memory import BlockView, Crcs
 from kvpool.metrics import Metrics
 from kvpool.pool import Pool
 from kvpool.reservation import Reservation
@@ -425,9 +425,7 @@ class PoolService:
                 slots = held.slots[index : index + 1]
                 view, crcs = pool.tier.view(slots, writable=False), pool.tier.crcs(slots)
                 try:
-                    pieces = await loop.run_in_executor(
-                        self._executor, lambda i=index, v=view, c=crcs: list(cut(v, i, c))
-                    )
+                    pieces = await loop.run_in_executor(self._executor, _pieces, view, index, crcs)
                 except CorruptionError:
                     pool.leases.drop_bad(held, index)
                     return
@@ -581,6 +579,10 @@ def _check_names(request: protocol.StoreRequest) -> int:
     if not (math.isfinite(request.timeout_s) and 0 < request.timeout_s <= _STORE_TIMEOUT_MAX_S):
         raise UsageError(f"a store within {request.timeout_s} s: above 0, at most 600")
     return count
+
+
+def _pieces(view: BlockView, index: int, crcs: Crcs) -> list[protocol.Payload]:
+    return list(cut(view, index, crcs))
 
 
 def _no_crcs(layout: BlockLayout) -> Crcs:

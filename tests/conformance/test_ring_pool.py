@@ -30,4 +30,4 @@ class RingSuite(PoolSuite):
 
 
 class TestOneServerThroughStreams(RingSuite):
-    ways = ()
+    ways: tuple[str, ...] = ()

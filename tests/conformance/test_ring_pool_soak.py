@@ -18,4 +18,4 @@ class TestFiveServers(RingSuite):
 
 @pytest.mark.ucx
 class TestOneServerOverUcx(RingSuite):
-    flags = ("--transport", "ucx")
+    flags: tuple[str, ...] = ("--transport", "ucx")

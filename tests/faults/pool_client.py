@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 
-from kvpool.base import Chain
+from kvpool.base import BlockPool, Chain
 from kvpool.block import BlockLayout
 from kvpool.client.connect import connect
 from kvpool.client.remote import RemotePool
@@ -25,7 +25,7 @@ WAIT_S = 30.0
 PATIENT = TransferConfig(match_timeout_s=WAIT_S, request_timeout_s=WAIT_S)
 
 
-def chain_of(pool: RemotePool, number: int, blocks: int = CHAIN_BLOCKS) -> Chain:
+def chain_of(pool: BlockPool, number: int, blocks: int = CHAIN_BLOCKS) -> Chain:
     """Return a chain that no other number shares a block with."""
     tokens = list(range(number, number + blocks * LAYOUT.block_tokens))
     return pool.chain(namespace(LAYOUT, f"chain {number}"), tokens)

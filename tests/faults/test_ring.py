@@ -4,6 +4,7 @@ import os
 import signal
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from time import monotonic
 
 import numpy as np
@@ -129,7 +130,7 @@ def test_what_was_acknowledged_as_durable_is_served_after_a_restart(kill: str) -
         for node in killed:
             ring.start(node)
         for number in range(3):
-            until(lambda number=number: _loads(pool, number), f"chain {number} is served again")
+            until(partial(_loads, pool, number), f"chain {number} is served again")
 
 
 def _loads(pool: ClusterPool, number: int) -> bool:
