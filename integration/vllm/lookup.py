@@ -132,8 +132,8 @@ class Lookups:
             if lookup.blocks is None:  # nobody gave it up
                 if self._failing:
                     self._pool.stats()  # raises while there is no server that answers
+                    self._note_answer()
                 found = longest_prefix(self._pool, self._shape, lookup.namespace, lookup.hashes)
-                self._note_answer()
         except KVPoolError as error:
             logger.debug("a lookup failed, the request is computed: %s", error)
         except Exception:

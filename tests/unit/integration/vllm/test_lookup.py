@@ -95,6 +95,8 @@ def test_asking_never_waits_and_patience_ends() -> None:
         clock.advance(2 * FAILING_PATIENCE_S)
         assert lookups.ask("two", NAMESPACE, hashes(4)) == 0
         pool.go.set()
+        until(lambda: not lookups._waiting, "the end of both")
+        assert lookups._failing  # an answer that nobody waited for proves nothing
         lookups.forget("one")
         until(lambda: lookups.ask("one", NAMESPACE, hashes(4)) is not None, "an answer")
         lookups.forget("one")
