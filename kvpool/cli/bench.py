@@ -26,6 +26,7 @@ SUBJECTS: Final = {
     "transfer": "kvpool.cli.bench_transfer",
     "e2e": "kvpool.cli.bench_e2e",
     "peers": "kvpool.cli.bench_peers",
+    "engines": "kvpool.cli.bench_engines",
 }
 TRACED: Final = ("policy",)
 PAIRS: Final = 9
