@@ -6,6 +6,7 @@ Owns how a figure looks. Who calls it: ``kvpool simulate``.
 import base64
 import html
 import io
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -27,17 +28,30 @@ table { border-collapse: collapse; font-size: 13px } td, th { padding: .15em .7e
 .yes { color: #176b2c } .no { color: #a11 }
 """
 _PRINTED: Final = "#999999"
+_ABREAST: Final = 2  # charts in a line: more could not be read on the page
 _COLOURS: Final = ("#1b6ca8", "#d1495b", "#2e933c", "#edae49", "#66418f", "#00798c", "#8c510a")
+
+
+def prepare(folder: Path) -> None:
+    """Make the folder of a report, and try whether it can be written, before hours of simulation.
+
+    Raises UsageError if it cannot.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be written: {error.strerror}", path=folder) from error
 
 
 def write_figure(figure: Figure, folder: Path) -> bytes:
     """Write ``NAME.csv`` and ``NAME.png``; return the picture.
 
-    Raises UsageError if the folder cannot be written.
+    Raises UsageError if the folder is not there or cannot be written: `prepare` it first.
     """
     picture = drawn(figure)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{figure.name}.csv").write_text(figure.table(), encoding="utf-8")
         (folder / f"{figure.name}.png").write_bytes(picture)
     except OSError as error:
@@ -103,15 +117,22 @@ def _section(figure: Figure, png: bytes) -> str:
 def drawn(figure: Figure) -> bytes:
     """Return the figure as a PNG. Equal figures give equal bytes."""
     count = len(figure.charts)
-    width = 6.4 * count
-    canvas = Canvas(figsize=(width, 4.2), dpi=90)
+    columns = min(count, _ABREAST)
+    lines = -(-count // columns)
+    width, height = 6.4 * columns, 4.2 * lines
+    canvas = Canvas(figsize=(width, height), dpi=90)
     FigureCanvasAgg(canvas)
     # As a constrained layout would, for labels of one line, at a tenth of its time.
     canvas.subplots_adjust(
-        left=0.8 / width, right=1 - 0.2 / width, bottom=0.2, top=0.92, wspace=0.2
+        left=0.8 / width,
+        right=1 - 0.2 / width,
+        bottom=0.84 / height,
+        top=1 - 0.34 / height,
+        wspace=0.2,
+        hspace=0.4,
     )
     for index, chart in enumerate(figure.charts):
-        _draw(canvas.add_subplot(1, count, index + 1), chart)
+        _draw(canvas.add_subplot(lines, columns, index + 1), chart)
     written = io.BytesIO()
     canvas.savefig(written, format="png", metadata={"Software": "kvpool"})
     return written.getvalue()

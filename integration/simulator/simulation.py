@@ -12,7 +12,7 @@ import simpy
 from simpy.events import Event
 
 from kvpool.block import BlockHash
-from kvpool.errors import InternalError
+from kvpool.errors import InternalError, UsageError
 from kvpool.integration.conductor.cluster import Cluster
 from kvpool.integration.conductor.cost import CostModel
 from kvpool.integration.conductor.plan import Plan, Policy, PrefixTransfer, Rejection
@@ -169,6 +169,7 @@ class Simulation:
             self._outcome.reasons[decision.reason] += 1
             self._end(job, End.REJECTED)
             return
+        self._check_fits(request)
         job.plan = decision
         self._cluster.commit(now, asked, decision)
         self._under_way += 1
@@ -184,6 +185,16 @@ class Simulation:
         self._prefill[decision.prefill].submit(
             Prompt(job, decision.prefill, target, cached, copying)
         )
+
+    def _check_fits(self, request: Arrival) -> None:
+        """Refuse an answer that no decode worker can hold: it would wait for room for ever."""
+        room = self._setting.decode_tokens_max
+        if request.input_tokens + request.output_tokens > room:
+            raise UsageError(
+                f"request {request.number + 1} of the load has a prompt of {request.input_tokens} "
+                f"and an output of {request.output_tokens} tokens, and a decode worker room for "
+                f"{room}: take it out of the load"
+            )
 
     def _cached_tokens(self, job: Job) -> int:
         """Return what is not computed: what is here when its turn comes, or on its way."""

@@ -25,6 +25,20 @@ DESCRIPTION: Final = (
 _SUITE: Final = "mooncake"
 _RUN: Final = "run"
 _BAR: Final = 24
+_INTERRUPTED: Final = 130  # as a shell shows SIGINT
+# Options that only `--figure run` has: the figures have one configuration.
+_OF_RUN: Final = {
+    "poisson": None,
+    "requests": 10_000,
+    "prefill": 8,
+    "decode": 8,
+    "policy": "kvcache-centric",
+    "admission": "none",
+    "speed": 1.0,
+    "profile": None,
+    "ttft_s": 30.0,
+    "tbt_s": 0.1,
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -47,20 +61,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="of the report")
     run = parser.add_argument_group("of --figure run")
     run.add_argument("--poisson", type=float, metavar="RATE", help="a generated load, per second")
-    run.add_argument("--requests", type=int, default=10_000, help="of the generated load")
-    run.add_argument("--prefill", type=int, default=8, help="prefill nodes")
-    run.add_argument("--decode", type=int, default=8, help="decode nodes")
-    run.add_argument("--policy", default="kvcache-centric", help="of the planner")
-    run.add_argument("--admission", default="none", help="of the planner")
-    run.add_argument("--speed", type=float, default=1.0, help="times as fast as the trace")
+    run.add_argument("--requests", type=int, help="of the generated load")
+    run.add_argument("--prefill", type=int, help="prefill nodes")
+    run.add_argument("--decode", type=int, help="decode nodes")
+    run.add_argument("--policy", help="of the planner (default: %(default)s; docs/planner.md)")
+    run.add_argument("--admission", help="of the planner (default: %(default)s)")
+    run.add_argument("--speed", type=float, help="times as fast as the trace")
     run.add_argument(
         "--profile",
         type=Path,
         metavar="FILE",
         help="of the machine, from `kvpool profile` (default: the papers' machine)",
     )
-    run.add_argument("--ttft-s", type=float, default=30.0, help="objective (default: %(default)s)")
-    run.add_argument("--tbt-s", type=float, default=0.1, help="objective (default: %(default)s)")
+    run.add_argument("--ttft-s", type=float, help="objective (default: %(default)s)")
+    run.add_argument("--tbt-s", type=float, help="objective (default: %(default)s)")
+    run.set_defaults(**_OF_RUN)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -70,21 +85,41 @@ def run(arguments: argparse.Namespace) -> int:
         from kvpool.integration.simulator.figures import FIGURES
     except ModuleNotFoundError as error:
         raise UsageError(f"{error.name} is missing: pip install 'kvpool[sim]'") from error
+    names = list(FIGURES) if arguments.figure is None else [arguments.figure]
+    if not set(names) <= {*FIGURES, _RUN}:
+        known = ", ".join([*FIGURES, _RUN])
+        raise UsageError(f"no figure is named {arguments.figure!r}: there are {known}")
+    _check_used(arguments)
+    report.prepare(arguments.out)
     progress = Progress(sys.stderr)
     began = time.monotonic()
-    if arguments.figure == _RUN:
-        made = [_single_run(arguments, progress)]
+    try:
+        if names == [_RUN]:
+            made = [_single_run(arguments, progress)]
+            progress.clear()
+            pictures = [report.write_figure(made[0], arguments.out)]
+        else:
+            made, pictures = _figures(arguments, names, progress)
+    except KeyboardInterrupt:
         progress.clear()
-        pictures = [report.write_figure(made[0], arguments.out)]
-    else:
-        names = list(FIGURES) if arguments.figure is None else [arguments.figure]
-        if not set(names) <= set(FIGURES):
-            known = ", ".join([*FIGURES, _RUN])
-            raise UsageError(f"no figure is named {arguments.figure!r}: there are {known}")
-        made, pictures = _figures(arguments, names, progress)
+        print("kvpool: stopped; the figures named above are written, no report", file=sys.stderr)
+        return _INTERRUPTED
     path = report.write_report(made, pictures, _facts(arguments), arguments.out)
     print(f"{path}  ({time.monotonic() - began:.0f} s)")
     return 0
+
+
+def _check_used(arguments: argparse.Namespace) -> None:
+    """Refuse an option that would change nothing, rather than let somebody believe that it did."""
+    given = [key for key, default in _OF_RUN.items() if getattr(arguments, key) != default]
+    useless = [key for key in given if arguments.figure != _RUN]
+    why = f"the figures have one configuration; use it with --figure {_RUN}"
+    if arguments.figure == _RUN and arguments.poisson is not None and "speed" in given:
+        useless, why = ["speed"], "it is of a trace; give --poisson another rate"
+    elif arguments.figure == _RUN and arguments.poisson is None and "requests" in given:
+        useless, why = ["requests"], "it is of a generated load; a trace is replayed whole"
+    if useless:
+        raise UsageError(f"--{useless[0].replace('_', '-')} would change nothing: {why}")
 
 
 def _figures(

@@ -1,9 +1,11 @@
 """`kvpool simulate` end to end on tiny traces: files, equal tables, what it refuses."""
 
 import csv
+import io
 import json
 import random
 import re
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -164,6 +166,10 @@ def test_progress_and_verdicts_are_told(
         (["--figure", "run", "--poisson", "1", "--tbt-s", "0"], "tbt_s is 0"),
         (["--figure", "run", "--poisson", "1", "--profile", "absent"], "cannot read absent"),
         (["--suite", "mooncake"], "give --trace"),
+        (["--figure", "fig5", "--policy", "random"], "--policy would change nothing"),
+        (["--tbt-s", "0.2"], "--tbt-s would change nothing"),
+        (["--figure", "run", "--poisson", "1", "--speed", "2"], "--speed would change nothing"),
+        (["--figure", "run", "--requests", "5", "--trace", "x"], "--requests would change nothing"),
         (["--trace", "absent.jsonl"], "absent.jsonl cannot be read"),
     ],
 )
@@ -181,6 +187,41 @@ def test_a_bad_trace_names_its_line(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "t.jsonl, line 4" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("figure", ["run", "fig5", "table3"])  # with samples of the load, without
+def test_an_answer_that_fits_nowhere_is_refused(
+    figure: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "t.jsonl"
+    row = {"timestamp": 0, "input_length": 9, "output_length": 9, "hash_ids": [0]}
+    long = row | {"output_length": 2_000_000}
+    path.write_text(json.dumps(row) + "\n" + json.dumps(long) + "\n")
+    assert simulate([path], tmp_path, "--figure", figure) == 2
+    assert "request 2 of the load has" in capsys.readouterr().err
+
+
+class Impatient(io.StringIO):
+    """A terminal whose user presses Ctrl-C when progress is shown."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def write(self, text: str) -> int:
+        if "%" in text:
+            raise KeyboardInterrupt
+        return super().write(text)
+
+
+@pytest.mark.parametrize("what", [["--figure", "run", "--poisson", "9"], ["--figure", "fig5"]])
+def test_ctrl_c_ends_it_and_writes_no_report(
+    what: list[str], traces: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    terminal = Impatient()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    assert simulate([] if "run" in what else traces, tmp_path, *what) == 130
+    assert "stopped" in terminal.getvalue()
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_two_traces_of_one_name_are_refused(
     traces: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -193,4 +234,6 @@ def test_a_folder_that_cannot_be_written_is_said(
 ) -> None:
     (tmp_path / "file").write_text("")
     assert simulate(traces, tmp_path / "file", "--figure", "fig10") == 2
-    assert "cannot be written" in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert "cannot be written" in told.err
+    assert "fig10" not in told.out  # it is said before anything is simulated
