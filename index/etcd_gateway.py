@@ -204,7 +204,7 @@ class Gateway:
                 "POST", self._url("/v3/watch"), json={"create_request": create}, timeout=waits
             ) as response,
         ):
-            if response.status_code != httpx.codes.OK:
+            if not response.is_success:
                 raise PeerUnreachableError(f"etcd gave status {response.status_code} to a watch")
             stream = response.extensions["network_stream"]
             self._watched = stream.get_extra_info("socket")
@@ -229,7 +229,7 @@ class Gateway:
         with self._translated():
             response = self._client.post(self._url(path), json=fields)
             body = response.content
-        if response.status_code != httpx.codes.OK:
+        if not response.is_success:
             said = body[:300].decode("utf-8", "replace")
             if response.status_code >= httpx.codes.INTERNAL_SERVER_ERROR:
                 self._next()

@@ -116,26 +116,11 @@ class FFI:
         /,
     ) -> PointerCData: ...
     @overload
-    def new(
-        # type: ignore[overload-overlap]
-        self,
-        cdecl: Literal["kvp_arena_counts *"],
-        /,
-    ) -> ArenaCounts: ...
+    def new(self, cdecl: Literal["kvp_arena_counts *"], /) -> ArenaCounts: ...  # type: ignore[overload-overlap]
     @overload
-    def new(
-        # type: ignore[overload-overlap]
-        self,
-        cdecl: Literal["kvp_ledger_counts *"],
-        /,
-    ) -> LedgerCounts: ...
+    def new(self, cdecl: Literal["kvp_ledger_counts *"], /) -> LedgerCounts: ...  # type: ignore[overload-overlap]
     @overload
-    def new(
-        # type: ignore[overload-overlap]
-        self,
-        cdecl: Literal["kvp_ucx_event *"],
-        /,
-    ) -> UcxEvent: ...
+    def new(self, cdecl: Literal["kvp_ucx_event *"], /) -> UcxEvent: ...  # type: ignore[overload-overlap]
     @overload
     def new(self, cdecl: str, init: object = ..., /) -> IntCData: ...
     def cast(self, cdecl: str, value: CData | int, /) -> IntCData: ...

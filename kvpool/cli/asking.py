@@ -5,7 +5,7 @@ calls it: ``kvpool nodes``, ``stat``, ``match`` and ``top``.
 """
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,7 +103,7 @@ class Asking:
         return found
 
     @contextmanager
-    def explained(self) -> Iterator[None]:
+    def explained(self) -> Generator[None]:
         """Turn an answer that did not come into what to do about it."""
         try:
             yield

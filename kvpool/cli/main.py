@@ -73,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     plan.add_arguments(made)
     made.set_defaults(run=plan.run)
-    nodes.add_commands(commands)
+    nodes.add_commands(commands.add_parser)
     made = commands.add_parser("version", help="show the version")
     made.set_defaults(run=_version)
     return parser

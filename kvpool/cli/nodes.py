@@ -7,7 +7,7 @@ import argparse
 import contextlib
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -36,15 +36,15 @@ what to look for, one of:
 _RATES: Final = {"hits/s": "hits", "misses/s": "misses", "evicted/s": "evictions"}
 
 
-def add_commands(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
-    """Declare the four subcommands."""
+def add_commands(add_parser: Callable[..., argparse.ArgumentParser]) -> None:
+    """Declare the four subcommands, each with `add_parser` of a parser's subcommands."""
     for name, run, summary, epilog in (
         ("nodes", _nodes, NODES, ""),
         ("stat", _stat, STAT, ""),
         ("match", _match, MATCH, _MATCH_EPILOG),
         ("top", _top, TOP, ""),
     ):
-        made = commands.add_parser(
+        made = add_parser(
             name,
             help=summary[0].lower() + summary[1:].rstrip("."),
             description=summary,
@@ -131,7 +131,7 @@ def _top(arguments: argparse.Namespace) -> int:
             nodes = servers.nodes()
             counts = servers.stats(nodes)
             now = time.monotonic()
-            rows = []
+            rows: list[dict[str, int | str]] = []
             for node, found in zip(nodes, counts, strict=True):
                 row = _row(node, found)
                 if isinstance(found, dict):
