@@ -68,6 +68,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._plan: StepPlan | None = None
+        self._refused: set[str] = set()
         try:
             if role is KVConnectorRole.SCHEDULER:
                 self._scheduler = self._make_scheduler(vllm_config, kv_cache_config)
@@ -167,7 +168,13 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Start the loads of a step."""
-        if self._worker is not None and self._plan is not None:
+        if self._plan is None:
+            return
+        if (
+            self._worker is None
+        ):  # this worker's server keeps another layout, the scheduler's did not
+            self._refused.update(order.request for order in self._plan.loads)
+        else:
             self._worker.start_loads(self._plan)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
@@ -187,9 +194,10 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the requests whose loads have ended, and which of them failed."""
-        if self._worker is None:
-            return KVConnectorTransferResults()
-        ended, failed = self._worker.take_ended()
+        ended, self._refused = self._refused, set()
+        failed = set(ended)
+        if self._worker is not None:
+            ended, failed = self._worker.take_ended()
         return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
 
     # ---- counts ----------------------------------------------------------------------------------

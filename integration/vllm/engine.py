@@ -54,6 +54,14 @@ def require_supported(vllm_config: Any) -> None:
             f"block hashes are {cache.prefix_caching_hash_algo}, which can be made to collide: use "
             + f"--prefix-caching-hash-algo {_STRONG_HASHES[0]}",
         ),
+        (
+            vllm_config.kv_transfer_config.kv_role == "kv_both",
+            f'kv_role is {vllm_config.kv_transfer_config.kv_role}: use "kv_both"',
+        ),
+        (
+            not getattr(vllm_config.model_config.hf_text_config, "num_kv_shared_layers", 0),
+            "layers that use the KV of others",
+        ),
         (parallel.pipeline_parallel_size == 1, "pipeline parallel size: use 1"),
         (
             parallel.decode_context_parallel_size == 1
@@ -154,6 +162,19 @@ def _part(group: int, layers: int, own: int, heads: int, tp_size: int, rank: int
     )
 
 
+def cpu_kind() -> tuple[str, ...]:
+    """Return what vLLM chooses the order of bytes in a block by: the same words, the same order.
+
+    Two CPUs of one capability may differ: with AMX, bfloat16 lies otherwise than with AVX-512.
+    """
+    return (
+        platform.machine(),
+        torch.backends.cpu.get_cpu_capability(),
+        f"avx512={torch.cpu._is_avx512_supported()}",
+        f"amx={torch.cpu._is_amx_tile_supported()}",
+    )
+
+
 def read_namespace(
     vllm_config: Any, kv_cache_config: Any, shape: EngineShape, salt: str
 ) -> Namespace:
@@ -174,8 +195,7 @@ def read_namespace(
     layout = (
         f"vllm-{vllm.__version__}",
         torch.__version__,
-        platform.machine(),
-        torch.backends.cpu.get_cpu_capability(),
+        *cpu_kind(),
         str(kv_cache_config.kv_cache_layout),
         cache.prefix_caching_hash_algo,
         # What vLLM will root its block hashes in: it does so after it made the connectors.

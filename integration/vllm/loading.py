@@ -100,6 +100,8 @@ class Loader:
 
     def _load(self, namespace: Namespace, run: BlockRun, deadline: Deadline) -> bool:
         """Load one run; say whether all of it came."""
+        if deadline.passed():  # it waited in line behind loads that got no answer
+            raise TransferTimeoutError("no load was free in time")
         part = self._shape.groups[run.group].parts[self._rank]
         chain = part_chain(namespace, part, run.hashes)
         seconds = deadline.remaining_s() + _LEASE_SPARE_S

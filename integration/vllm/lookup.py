@@ -110,8 +110,10 @@ class Lookups:
         return None if lookup is None else lookup.blocks
 
     def forget(self, request: str) -> None:
-        """Drop an answer: the next ``ask`` looks anew."""
-        self._asked.pop(request, None)
+        """Drop an answer: the next ``ask`` looks anew. What was not begun is not looked for."""
+        lookup = self._asked.pop(request, None)
+        if lookup is not None and lookup.blocks is None:
+            lookup.blocks = 0
 
     def close(self) -> None:
         """End the thread; a lookup under way ends first, within the pool's own deadline."""

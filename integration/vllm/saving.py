@@ -95,19 +95,18 @@ class Saver:
                 self._copies.append(self._thread.submit(self._copy, saving, layer))
 
     def finish_step(self) -> None:
-        """Wait until all layers of this step are copied, then hand the blocks to the pool."""
+        """Wait until all layers of this step are copied, then hand the blocks to the pool.
+
+        vLLM ends a step that raised, too: blocks with a layer that was not computed are not stored.
+        """
         savings, self._savings = self._savings, []
-        for saving in savings:
-            missing = set(range(self._caches[saving.run.group].layers)) - saving.copied
-            for layer in sorted(missing):  # a layer whose attention has no hook
-                self._copies.append(self._thread.submit(self._copy, saving, layer))
         copies, self._copies = self._copies, []
         wait(copies)
         failed = [copy.exception() for copy in copies if copy.exception() is not None]
         if failed:
             logger.error("blocks were not copied, nothing of this step is stored: %r", failed[0])
         for saving in savings:
-            if failed:
+            if failed or len(saving.copied) < self._caches[saving.run.group].layers:
                 self._slots.give_back(saving.slots)
                 self._count(skipped=len(saving.slots))
             else:

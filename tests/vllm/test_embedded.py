@@ -142,6 +142,24 @@ def test_blocks_lost_between_match_and_load(engine: Engine) -> None:
     at_rest(engine)
 
 
+def test_a_worker_without_a_pool_holds_nobody_up(engine: Engine) -> None:
+    """The scheduler's side found a server that fits, this worker one that does not."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    (prompt,) = prompts(200, seed=17)
+    before = engine.generate(prompt)[0]
+    at_rest(engine)
+    group = get_kv_transfer_group()
+    side, group._worker = group._worker, None
+    try:
+        again = engine.generate(prompt)[0]
+    finally:
+        group._worker = side
+    assert (again.tokens, again.cached) == (before.tokens, 0)
+    at_rest(engine)
+    assert engine.generate(prompt)[0].cached == ideal(prompt)
+
+
 def test_aborts_at_any_moment(engine: Engine, count: Count) -> None:
     source = random.Random(13)
     asked = prompts(300, 310, 320, 200, 90, seed=14, shared=64)

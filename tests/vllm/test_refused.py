@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from vllm.config import KVTransferConfig
 from vllm.engine.arg_utils import EngineArgs
 
 from kvpool.errors import ConfigError
-from kvpool.integration.vllm.engine import require_one_process, require_supported
+from kvpool.integration.vllm.engine import cpu_kind, require_one_process, require_supported
 from tests.vllm.models import make_model
 
 IMPORTS = """
@@ -26,6 +27,14 @@ assert not torch.cuda.is_initialized()
 """
 
 
+def transfer(role: str) -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector="KvpoolConnector",
+        kv_connector_module_path="kvpool.integration.vllm.connector",
+        kv_role=role,
+    )
+
+
 def configured(model: Path, **settings: Any) -> Any:
     defaults: dict[str, Any] = {
         "dtype": "float32",
@@ -33,6 +42,7 @@ def configured(model: Path, **settings: Any) -> Any:
         "skip_tokenizer_init": True,
         "block_size": 32,
         "max_model_len": 512,
+        "kv_transfer_config": transfer("kv_both"),
     }
     return EngineArgs(model=str(model), **(defaults | settings)).create_engine_config()
 
@@ -53,6 +63,28 @@ def test_a_plain_engine_is_supported(llama: Path) -> None:
 def test_an_engine_is_refused(llama: Path, settings: dict[str, Any], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         require_supported(configured(llama, **settings))
+
+
+@pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
+def test_half_a_role_is_refused(llama: Path, role: str) -> None:
+    with pytest.raises(ConfigError, match="kv_both"):
+        require_supported(configured(llama, kv_transfer_config=transfer(role)))
+
+
+def test_layers_that_share_kv_are_refused(llama: Path) -> None:
+    config = configured(llama)
+    config.model_config.hf_text_config.num_kv_shared_layers = 2
+    with pytest.raises(ConfigError, match="KV of others"):
+        require_supported(config)
+
+
+def test_cpus_that_order_bytes_otherwise_have_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One capability, AVX512, covers CPUs with AMX and without: vLLM packs bfloat16 otherwise."""
+    kinds = {cpu_kind()}
+    monkeypatch.setattr(
+        "torch.cpu._is_amx_tile_supported", lambda: "amx=True" not in next(iter(kinds))
+    )
+    assert cpu_kind() not in kinds
 
 
 def test_a_hub_name_is_refused(llama: Path) -> None:

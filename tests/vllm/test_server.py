@@ -77,7 +77,9 @@ def test_another_process_then_a_restart(
 
 
 @pytest.mark.parametrize(
-    "change", ["weights", "dtype", "block", "version", "salt"], ids=lambda change: str(change)
+    "change",
+    ["weights", "dtype", "block", "version", "cpu", "salt"],
+    ids=lambda change: str(change),
 )
 def test_a_change_is_a_clean_miss(
     change: str,
@@ -100,12 +102,14 @@ def test_a_change_is_a_clean_miss(
         settings = {"block_size": 2 * BLOCK_TOKENS}
     elif change == "version":
         monkeypatch.setattr("vllm.__version__", "0.32.1")
+    elif change == "cpu":
+        monkeypatch.setattr("kvpool.integration.vllm.engine.cpu_kind", lambda: ("other bytes",))
     else:
         extra["salt"] = "another tenant"
     with Engine(model, extra, **settings) as engine:
         answers = [engine.generate(prompt)[0] for prompt in PROMPTS]
         assert [answer.cached for answer in answers] == [0, 0, 0]
-        if change in {"version", "salt"}:
+        if change in {"version", "cpu", "salt"}:
             assert tokens(answers) == tokens(alone)
         engine.forget()
         again = [engine.generate(prompt)[0] for prompt in PROMPTS]

@@ -2,6 +2,9 @@
 
 from pathlib import Path
 
+import pytest
+
+from tests.server_process import until
 from tests.vllm.conftest import prompts
 from tests.vllm.engines import Engine
 from tests.vllm.test_embedded import PROMPTS, at_rest, ideal, tokens
@@ -37,3 +40,24 @@ def test_preempted_requests_go_on(llama: Path) -> None:
             at_rest(engine)
         preempted = [m.value for m in engine.llm.get_metrics() if m.name == "vllm:num_preemptions"]
         assert preempted[0] > 0
+
+
+def test_a_step_that_raises_stores_nothing(llama: Path) -> None:
+    """vLLM ends it as any other: what it did not compute must not get a name."""
+    (prompt,) = prompts(200, seed=18)
+    with Engine(llama, {"dram": "64MiB"}) as engine:
+        engine.generate(*prompts(90, seed=19))
+        at_rest(engine)
+        before = engine.connector._pool.stats().ready
+        assert before
+        runner = engine.core.model_executor.driver_worker.worker.model_runner
+
+        def fail(*_: object, **__: object) -> None:
+            raise RuntimeError("planted")
+
+        runner.model.model.layers[2].mlp.forward = fail
+        with pytest.raises(RuntimeError, match="planted"):
+            engine.generate(prompt)
+        side = engine.worker_side
+        until(lambda: side.saving_slots.free == side.saving_slots.count, "the end of stores")
+        assert engine.connector._pool.stats().ready == before

@@ -113,3 +113,26 @@ def test_a_lookup_that_fails_is_a_miss(pool: Pool) -> None:
 
 def test_names_are_whole_hashes() -> None:
     assert len(part_chain(NAMESPACE, part(0), hashes(2)).hashes) == 2 * HASH_BYTES
+
+
+def test_what_was_forgotten_is_not_looked_for() -> None:
+    """Requests that were aborted while they waited do not hold up those that come after them."""
+    with SlowPool.open(LAYOUT, PoolConfig(dram_bytes=64 * 4096)) as pool:
+        pool.go = threading.Event()
+        asked: list[int] = []
+        match = pool.match
+
+        def counted(chain: Chain) -> Match:
+            asked.append(len(chain))
+            return match(chain)
+
+        pool.match = counted  # type: ignore[method-assign]
+        lookups = Lookups(pool, shape(FULL), ManualClock(), patience_s=1.0)
+        lookups.ask("first", NAMESPACE, hashes(4))
+        until(lambda: asked == [4], "the first lookup")
+        lookups.ask("aborted", NAMESPACE, hashes(6))
+        lookups.forget("aborted")
+        pool.go.set()
+        until(lambda: not lookups._waiting, "the end of both")
+        assert asked == [4]
+        lookups.close()

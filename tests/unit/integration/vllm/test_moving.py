@@ -1,0 +1,117 @@
+"""Loads and stores of the worker's side, between an engine's tensors and a real pool."""
+
+from collections.abc import Iterator, Mapping
+
+import pytest
+import torch
+
+from kvpool.base import Lease, Match
+from kvpool.config import PoolConfig
+from kvpool.integration.vllm.cache import GroupCache
+from kvpool.integration.vllm.loading import Loader
+from kvpool.integration.vllm.plan import LoadOrder
+from kvpool.integration.vllm.saving import Saver
+from kvpool.integration.vllm.shape import BlockRun, part_chain
+from kvpool.integration.vllm.slots import Slots
+from kvpool.pool import Pool
+from tests.server_process import until
+from tests.unit.integration.vllm.scene import FULL, LAYOUT, NAMESPACE, hashes, shape
+
+BLOCKS = 12
+SHAPE = shape(FULL)
+RUN = BlockRun(0, tuple(hashes(3)), (4, 2, 7), None)
+
+
+class CountingPool(Pool):
+    """Counts leases."""
+
+    asked = 0
+
+    def lease(self, match: Match, seconds: float) -> Lease:
+        self.asked += 1
+        return super().lease(match, seconds)
+
+
+@pytest.fixture
+def pool() -> Iterator[CountingPool]:
+    with CountingPool.open(LAYOUT, PoolConfig(dram_bytes=64 * 4096)) as pool:
+        yield pool
+
+
+@pytest.fixture
+def memory() -> torch.Tensor:
+    """The engine's KV: [layers, blocks, bytes of a block's layer]."""
+    source = torch.Generator().manual_seed(1)
+    return torch.randint(256, (2, BLOCKS, 128), dtype=torch.uint8, generator=source)
+
+
+def caches(memory: torch.Tensor) -> Mapping[int, GroupCache]:
+    tensors = {name: memory[layer] for layer, name in enumerate(FULL.layers)}
+    return {0: GroupCache.of_tensors(LAYOUT, FULL, tensors)}
+
+
+def save(saver: Saver, *layers: str) -> None:
+    """Run one step that completes the run's blocks, but computes these layers only."""
+    saver.begin_step(NAMESPACE, [RUN])
+    for name in layers:
+        saver.save_layer(name)
+    saver.finish_step()
+
+
+def found(pool: Pool) -> int:
+    return pool.match(part_chain(NAMESPACE, FULL.parts[0], RUN.hashes)).blocks
+
+
+@pytest.mark.parametrize("computed", [(), ("a",), ("b",), ("a", "a")])
+def test_a_step_that_failed_stores_nothing(
+    pool: CountingPool, memory: torch.Tensor, computed: tuple[str, ...]
+) -> None:
+    """vLLM ends the step in every case; what it did not compute is another request's old KV."""
+    slots = Slots(LAYOUT, 8 * LAYOUT.block_bytes)
+    saver = Saver(pool, SHAPE, 0, caches(memory), slots, 20.0)
+    save(saver, *computed)
+    until(lambda: slots.free == slots.count, "the slots")
+    assert found(pool) == 0
+    assert saver.counts() == {"stored_blocks": 0, "skipped_blocks": 3}
+    save(saver, "a", "b")
+    until(lambda: slots.free == slots.count, "the slots")
+    assert found(pool) == 3
+    saver.close()
+
+
+def test_the_same_bytes_come_back(pool: CountingPool, memory: torch.Tensor) -> None:
+    slots = Slots(LAYOUT, 2 * LAYOUT.block_bytes)  # fewer than blocks: two rounds
+    saver = Saver(pool, SHAPE, 0, caches(memory), Slots(LAYOUT, 8 * LAYOUT.block_bytes), 20.0)
+    save(saver, "a", "b")
+    until(lambda: found(pool) == 3, "the store")
+    other = torch.zeros_like(memory)
+    loader = Loader(pool, SHAPE, 0, caches(other), slots, 20.0)
+    to = (9, 1, 5)
+    loader.start(NAMESPACE, LoadOrder("r", (BlockRun(0, RUN.hashes, to, None),)))
+    ended: set[str] = set()
+    failed: set[str] = set()
+
+    def over() -> bool:
+        now = loader.take_ended()
+        ended.update(now[0])
+        failed.update(now[1])
+        return bool(ended)
+
+    until(over, "the load")
+    assert (ended, failed) == ({"r"}, set())
+    assert torch.equal(other[:, to], memory[:, RUN.block_ids])
+    rest = [block for block in range(BLOCKS) if block not in to]
+    assert not other[:, rest].any()
+    until(lambda: slots.free == slots.count, "the slots")
+    loader.close()
+    saver.close()
+
+
+def test_a_load_whose_time_is_over_asks_nobody(pool: CountingPool, memory: torch.Tensor) -> None:
+    """With a hung server loads wait in line: those behind end at their deadline too."""
+    loader = Loader(pool, SHAPE, 0, caches(memory), Slots(LAYOUT, LAYOUT.block_bytes), 0.0)
+    loader.start(NAMESPACE, LoadOrder("r", (RUN,)))
+    until(lambda: loader.counts()["failed_loads"] == 1, "the end")
+    assert loader.take_ended() == ({"r"}, {"r"})
+    assert pool.asked == 0
+    loader.close()
