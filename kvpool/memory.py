@@ -23,6 +23,26 @@ Crcs = NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
+class Held:
+    """A buffer that is kept alive and in its place: the owner of spans and views that lie in it.
+
+    Attributes:
+        buffer, export: The object, and cffi's hold on it.
+        address, size: Where its bytes are.
+    """
+
+    buffer: object
+    export: object
+    address: int
+    size: int
+
+    @property
+    def end(self) -> int:
+        """Address behind the last byte."""
+        return self.address + self.size
+
+
+@dataclass(frozen=True, slots=True)
 class Span:
     """``size`` bytes at ``address`` in this process.
 
@@ -42,7 +62,8 @@ class Span:
             # of; an array between the two is not collected.
             buffer = np.frombuffer(buffer, dtype=np.uint8)
         view = ffi.from_buffer("uint8_t[]", buffer, require_writable=True)
-        return cls(int(ffi.cast("uintptr_t", view)), len(view), (buffer, view))
+        address, size = int(ffi.cast("uintptr_t", view)), len(view)
+        return cls(address, size, Held(buffer, view, address, size))
 
     def view(self) -> memoryview:
         """Return the bytes as a writable memoryview."""

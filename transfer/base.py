@@ -84,8 +84,9 @@ class Endpoint(ABC):
 
         Raises:
             UsageError: An empty batch, or of more than SPANS_MAX, zero length, a span past its
-                slot's end, an unknown region, overlapping destinations. Raised before anything
-                moves.
+                slot's end, an unknown region, overlapping destinations, a number that is negative,
+                a fraction or too large. Raised before anything moves. That the destinations are
+                mapped, and writable, is the caller's promise: addresses are taken as they are.
             ClosedError: The endpoint is closed.
         """
 
@@ -103,7 +104,9 @@ class Endpoint(ABC):
         """Pull blocks in canonical order from a peer's slots into a view, CRC32C checked.
 
         Args:
-            dest: As many blocks as ``source`` has slots.
+            dest: As many blocks as ``source`` has slots. No two rows may overlap, and where its
+                owner says a size (``Held``) all lie inside; else that they are mapped is the
+                caller's promise.
             source: One slot a block, at most SPANS_MAX.
             source_layout: What one slot holds: all layers, or one (``num_layers`` 1).
             dest_layer: With a one-layer source: the layer of ``dest`` to write. None: all layers.
@@ -202,7 +205,10 @@ class Transport(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Close all endpoints and the progress thread. Idempotent, bounded to 5 s."""
+        """Close all endpoints and the progress thread. Idempotent, bounded to 5 s.
+
+        Raises UsageError, and closes nothing: called from a callback of this transport.
+        """
 
     def __enter__(self) -> Self:
         return self

@@ -87,6 +87,11 @@ class Calls:
                 calls.append(heapq.heappop(self._timers)[2])
         return calls
 
+    def after_fork(self) -> None:
+        """Run nothing in a child; see ``forked``."""
+        self._lock = threading.Lock()
+        self._stopped = True
+
     def stop(self) -> None:
         """Drop what waits and what comes."""
         with self._lock:

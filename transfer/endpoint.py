@@ -27,6 +27,7 @@ from kvpool.transfer.base import (
     RegionDescriptor,
     RemoteSlots,
 )
+from kvpool.transfer.bounds import is_index
 from kvpool.transfer.engine import CopyEngine
 from kvpool.transfer.forked import in_child
 from kvpool.transfer.pull import BlockPull, SpanPull
@@ -204,7 +205,7 @@ class PullEndpoint(LinkedEndpoint):
     def _window(self, region: int) -> Window:
         with self._changed:
             self._require_alive()
-            if not 0 <= region < len(self._windows):
+            if not is_index(region, len(self._windows)):
                 raise UsageError(f"the peer has told of no region {region}: see wait_region")
             return self._windows[region]
 

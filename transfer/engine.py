@@ -6,7 +6,6 @@ batch does is its read's (``transfer/pull.py``). Who calls it: the endpoints.
 """
 
 import logging
-import math
 import threading
 import time
 import traceback
@@ -24,6 +23,7 @@ from kvpool.errors import (
     UsageError,
 )
 from kvpool.memory import Crew
+from kvpool.transfer.bounds import require_deadline
 
 logger = logging.getLogger(__name__)
 
@@ -165,8 +165,7 @@ class CopyEngine:
             CapacityError: ``reads_max`` reads are queued. Try again when one has ended.
             ClosedError: The engine is closed.
         """
-        if not math.isfinite(deadline_s):
-            raise UsageError(f"a deadline of {deadline_s} s: every read needs a finite one")
+        require_deadline(deadline_s)
         if not pull.batches:
             raise UsageError("a read of nothing")
         read = _Read(pull, owner, deadline_s)

@@ -139,6 +139,8 @@ class HostTransport(Transport):
 
     def close(self) -> None:
         """Close the listener, all endpoints, and the threads."""
+        if self._loop.on_thread():
+            raise UsageError("a callback cannot close the transport that calls it")
         with self._lock:
             if self._closed:
                 return
@@ -338,10 +340,12 @@ class HostTransport(Transport):
         except OSError as error:
             endpoint.lose(PeerUnreachableError(f"process {pid} is gone: {error}"))
             return
-        if self._on_connect is not None:
-            self._on_connect(endpoint)
-        endpoint.start()
-        self._tell_regions()
+        try:
+            if self._on_connect is not None:
+                self._on_connect(endpoint)
+        finally:  # it is watched, whatever the callback did
+            endpoint.start()
+            self._tell_regions()
 
     def _stop_listening(self) -> None:
         for sock in list(self._handshakes.values()):

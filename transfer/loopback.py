@@ -172,6 +172,8 @@ class LoopbackTransport(Transport):
 
     def close(self) -> None:
         """Close all endpoints and the threads."""
+        if self.loop.on_thread():
+            raise UsageError("a callback cannot close the transport that calls it")
         with self.network.lock:
             if self._closed:
                 return

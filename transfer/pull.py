@@ -5,7 +5,7 @@ generations first, the copy, generations again. Who calls it: ``PullEndpoint`` a
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Final
 
 import numpy as np
@@ -14,13 +14,13 @@ from kvpool._native import ffi, lib
 from kvpool.arena import Window
 from kvpool.block import BlockLayout
 from kvpool.errors import CorruptionError, LeaseExpiredError, UsageError
-from kvpool.memory import BlockIds, BlockView, Crcs, Crew, Span, copy_blocks
+from kvpool.memory import BlockView, Crcs, Crew, Span, copy_blocks
 from kvpool.transfer.base import SPANS_MAX, RemoteSlots
+from kvpool.transfer.bounds import Numbers, numbers, require_apart, require_room
 
 # Bytes between two looks at deadline and cancel: 2 to 4 ms of copying. A batch costs 0.05 ms of Python
 # and more to wake its thread, so it is large, and a crew in C shares it instead.
 BATCH_BYTES: Final = 32 << 20
-_GENERATION_MAX: Final = 2**64 - 1
 
 
 def layer_view(view: BlockView, layer: int) -> BlockView:
@@ -39,16 +39,16 @@ def layers_view(view: BlockView, layers: range) -> BlockView:
     )
 
 
-def require_slots(slots: RemoteSlots, slot_count: int) -> None:
-    """Raise UsageError unless these are slots of a region of ``slot_count``, one life each."""
+def require_slots(slots: RemoteSlots, slot_count: int) -> tuple[Numbers, Numbers]:
+    """Return slots and generations; raise UsageError unless a region of ``slot_count`` has them."""
     if not 0 < len(slots.slots) <= SPANS_MAX:
         raise UsageError(f"a read of {len(slots.slots)} slots: 1 to {SPANS_MAX}")
     if len(slots.slots) != len(slots.generations):
         raise UsageError(f"{len(slots.generations)} generations for {len(slots.slots)} slots")
-    if not 0 <= min(slots.slots) <= max(slots.slots) < slot_count:
-        raise UsageError(f"a slot of {slots.slots} is not within 0..{slot_count - 1}")
-    if not 0 <= min(slots.generations) <= max(slots.generations) <= _GENERATION_MAX:
-        raise UsageError(f"a generation of {slots.generations} is not a uint64")
+    indices = numbers(slots.slots, "slots")
+    if int(indices.max()) >= slot_count:
+        raise UsageError(f"slot {indices.max()} is not within 0..{slot_count - 1}")
+    return indices, numbers(slots.generations, "generations")
 
 
 def require_dest(
@@ -63,11 +63,10 @@ def require_dest(
         raise UsageError("the destination is read-only: bytes are pulled, not pushed")
     if len(dest) != len(source.slots):
         raise UsageError(f"{len(source.slots)} slots do not fit a view of {len(dest)} blocks")
-    if _named_twice(dest.block_ids):
-        raise UsageError("a block of the destination is named twice")
     if dest_layer is not None:
         dest = layer_view(dest, dest_layer)
     dest.layout.require_equal(source_layout)
+    require_room(dest)
     if crcs is not None:
         expected = (len(dest), source_layout.num_layers, source_layout.kv_heads)
         if crcs.shape != expected:
@@ -75,18 +74,24 @@ def require_dest(
     return dest
 
 
-def _named_twice(block_ids: BlockIds) -> bool:
-    """Say whether a number comes twice. Ascending ones, the usual case, are looked at once."""
-    if bool((block_ids[1:] > block_ids[:-1]).all()):
-        return False
-    ordered = np.sort(block_ids)
-    return bool((ordered[1:] == ordered[:-1]).any())
+@dataclass(frozen=True, slots=True)
+class SpanTable:
+    """Flat bytes to read, checked.
+
+    Attributes:
+        rows: uint64 [n, 3]: destination's address, size, offset in the slot.
+        slots, generations: uint64 [n].
+    """
+
+    rows: Numbers
+    slots: Numbers
+    generations: Numbers
 
 
 def require_spans(
     pairs: Sequence[tuple[Span, RemoteSlots, int]], geometries: Sequence[tuple[int, int]]
-) -> None:
-    """Raise UsageError unless flat bytes can be read so.
+) -> SpanTable:
+    """Return flat bytes to read as a table; raise UsageError unless they can be read so.
 
     Args:
         pairs: As for ``Endpoint.read_spans``.
@@ -94,19 +99,25 @@ def require_spans(
     """
     if not 0 < len(pairs) <= SPANS_MAX:
         raise UsageError(f"a batch of {len(pairs)} spans: 1 to {SPANS_MAX}")
-    for (span, slots, offset), (slot_count, slot_bytes) in zip(pairs, geometries, strict=True):
-        require_slots(slots, slot_count)
-        if len(slots.slots) != 1:
+    flat: list[int] = []
+    for (span, slots, offset), geometry in zip(pairs, geometries, strict=True):
+        if len(slots.slots) != 1 or len(slots.generations) != 1:
             raise UsageError("a span is read from one slot")
-        if span.size <= 0:
-            raise UsageError("a span of zero bytes")
-        if not 0 <= offset <= offset + span.size <= slot_bytes:
-            raise UsageError(f"{span.size} bytes at {offset} pass the slot's end at {slot_bytes}")
-    ends = 0
-    for span in sorted((pair[0] for pair in pairs), key=lambda span: span.address):
-        if span.address < ends:
-            raise UsageError("two destinations of the batch overlap")
-        ends = span.address + span.size
+        flat += (span.address, span.size, offset, *slots.slots, *slots.generations, *geometry)
+    what = "addresses, sizes, offsets, slots and generations of spans"
+    table = numbers(flat, what).reshape(-1, 7)
+    address, size, begin, slot, generation, slot_count, slot_bytes = table.T
+    if not (size.all() and address.all()):
+        raise UsageError("a span of zero bytes, or at address 0")
+    wrong = (slot >= slot_count) | (size > slot_bytes) | (begin > slot_bytes - size)
+    if wrong.any():
+        at = int(wrong.argmax())
+        raise UsageError(
+            f"span {at}, {size[at]} bytes at {begin[at]} of slot {slot[at]}, leaves the slot's"
+            f" {slot_bytes[at]} bytes or the region's {slot_count[at]} slots"
+        )
+    require_apart(address, size, "destinations of the batch")
+    return SpanTable(np.ascontiguousarray(table[:, :3]), slot, generation)
 
 
 class BlockPull:
@@ -122,15 +133,15 @@ class BlockPull:
         crcs: Crcs | None = None,
         crew: Crew | None = None,
     ) -> None:
-        require_slots(source, window.slot_count)
+        slots, generations = require_slots(source, window.slot_count)
         window.require_layout(source_layout)
         dest = require_dest(dest, source, source_layout, dest_layer, crcs)
         self._crcs = crcs
         self._crew = crew
         self._window = window
         self._dest = dest
-        self._slots = np.array(source.slots, dtype=np.uint32)
-        self._generations = np.array(source.generations, dtype=np.uint64)
+        self._slots = slots.astype(np.uint32)
+        self._generations = generations
         self._layout = source_layout
         count = len(dest)
         step = max(1, BATCH_BYTES // source_layout.block_bytes)

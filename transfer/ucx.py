@@ -26,6 +26,7 @@ from kvpool.errors import ClosedError, ConfigError, KVPoolError, PeerUnreachable
 from kvpool.memory import Span
 from kvpool.transfer.base import Endpoint, RegionDescriptor, Transport
 from kvpool.transfer.endpoint import CLOSE_TIMEOUT_S, REGIONS_MAX
+from kvpool.transfer.forked import close_in_children
 from kvpool.transfer.ucx_connection import UcxConnection
 from kvpool.transfer.ucx_endpoint import UcxEndpoint
 from kvpool.transfer.ucx_engine import UcxEngine
@@ -174,6 +175,7 @@ class UcxTransport(Transport):
             library=library,
             name=name,
         )
+        close_in_children(self)
 
     def register(self, arena: Arena) -> RegionDescriptor:
         """Let peers ask for the slots of an arena, those that come and those that are connected."""
@@ -314,6 +316,13 @@ class UcxTransport(Transport):
         self._engine.close()
         with self._lock:
             self._regions = []
+
+    def after_fork(self) -> None:
+        """Be closed in a child; see ``forked``. The peers stay the parent's."""
+        self._lock = threading.Lock()
+        self._closed = True
+        for endpoint in list(self._endpoints):
+            endpoint.after_fork()
 
     def _tell_trace(self) -> None:
         trace = self.trace()

@@ -24,6 +24,7 @@ from kvpool.errors import (
 )
 from kvpool.memory import BlockView, Crcs, Span
 from kvpool.transfer.base import RegionDescriptor, RemoteSlots
+from kvpool.transfer.bounds import is_index
 from kvpool.transfer.calls import weakly
 from kvpool.transfer.endpoint import CLOSE_TIMEOUT_S, LinkedEndpoint, require_notification
 from kvpool.transfer.ucx_connection import UcxConnection
@@ -159,6 +160,14 @@ class UcxEndpoint(LinkedEndpoint):
                 return False
             self._sent += 1
             return True
+
+    def after_fork(self) -> None:
+        """Be ended in a child; see ``forked``. Its locks and its reads are the parent's."""
+        super().after_fork()
+        self._send_lock = threading.Lock()
+        self._backlog.clear()
+        self._reads.after_fork()
+        self._drained.set()
 
     def close(self) -> None:
         """End the connection: last words first, then nobody writes here any more."""
@@ -305,6 +314,6 @@ class UcxEndpoint(LinkedEndpoint):
     def _region(self, region: int) -> PeerRegion:
         with self._changed:
             self._require_alive()
-            if not 0 <= region < len(self._peer_regions):
+            if not is_index(region, len(self._peer_regions)):
                 raise UsageError(f"the peer has told of no region {region}: see wait_region")
             return self._peer_regions[region]

@@ -10,9 +10,7 @@ default address is loopback, and any other needs ``trusted_network``.
 """
 
 import logging
-import os
 import threading
-import weakref
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
@@ -22,6 +20,7 @@ from kvpool.block import Incarnation, new_incarnation
 from kvpool.errors import ClosedError, InternalError, KVPoolError, UsageError
 from kvpool.memory import Span
 from kvpool.transfer.calls import Call, Calls
+from kvpool.transfer.forked import close_in_children
 from kvpool.transfer.ucx_connection import UcxConnection, UcxStatus, error_of
 from kvpool.transfer.ucx_library import choose_library, require_trusted
 from kvpool.transfer.ucx_native import EngineLimits, NativeEngine, nanoseconds
@@ -113,7 +112,7 @@ class UcxEngine(NativeEngine):
         self._connecting: dict[int, _Connecting] = {}
         self._on_connect: Callable[[UcxConnection], None] | None = None
         engine = self._live()
-        _engines.add(self)
+        close_in_children(self)
         log.info("UCX on %s: %s, %s", host, choice.path, choice.why)
         self._calls = Calls(self._wake)
         self._pump = threading.Thread(
@@ -252,6 +251,12 @@ class UcxEngine(NativeEngine):
         for connection in list(self._connections.values()):
             connection.end(closed)
 
+    def after_fork(self) -> None:
+        """Be closed in a child; see ``forked``."""
+        super().after_fork()
+        if hasattr(self, "_calls"):  # the fork may come while this is made
+            self._calls.after_fork()
+
     def __enter__(self) -> Self:
         return self
 
@@ -319,18 +324,6 @@ class UcxEngine(NativeEngine):
         with self._lock:
             if self._engine is not None:
                 lib.kvp_ucx_release(self._engine, event.endpoint)
-
-
-# Those of this process, for its forked children, which must not use them.
-_engines: Final[weakref.WeakSet[UcxEngine]] = weakref.WeakSet()
-
-
-def _close_in_child() -> None:
-    for engine in list(_engines):
-        engine.after_fork()
-
-
-os.register_at_fork(after_in_child=_close_in_child)
 
 
 def _guarded(call: Callable[..., None], *arguments: object) -> None:

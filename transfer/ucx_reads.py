@@ -5,7 +5,6 @@ copies out of them are in C (``native/src/ucx_reads.c``, ``ucx_answers.c``): no 
 bytes move. Who calls it: the UCX endpoint.
 """
 
-import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,6 +26,8 @@ from kvpool.errors import (
 )
 from kvpool.memory import BlockView, Crcs, Span
 from kvpool.transfer.base import RegionDescriptor, RemoteSlots
+from kvpool.transfer.bounds import Numbers, require_deadline
+from kvpool.transfer.forked import in_child
 from kvpool.transfer.pull import require_dest, require_slots, require_spans
 from kvpool.transfer.ucx_connection import error_of
 
@@ -96,7 +97,7 @@ def block_job(
         UsageError, LayoutMismatchError: The input does not fit.
     """
     slot_bytes = region.descriptor.slot_bytes
-    require_slots(source, region.descriptor.slot_count)
+    slots, generations = require_slots(source, region.descriptor.slot_count)
     if (slot_bytes, region.crc_count) != (source_layout.block_bytes, source_layout.crc_count):
         raise UsageError(
             f"slots of {slot_bytes} bytes and {region.crc_count} checksums do not hold"
@@ -111,17 +112,17 @@ def block_job(
     view = dest.native()
     expected = None if crcs is None else np.ascontiguousarray(crcs, dtype=np.uint32)
     kept = [
-        *_slot_arrays([source.region] * len(source.slots), source.slots, source.generations),
+        *_slot_arrays([source.region] * len(source.slots), slots, generations),
         ffi.from_buffer("uint64_t[]", dest.block_ids),
     ]
-    regions, slots, generations, blocks = kept
+    regions, slot_numbers, lives, blocks = kept
     native = ffi.new(
         "kvp_ucx_job *",
         {
             "count": len(source.slots),
             "regions": regions,
-            "slots": slots,
-            "generations": generations,
+            "slots": slot_numbers,
+            "generations": lives,
             "shape": shape,
             "dest": view,
             "dest_blocks": blocks,
@@ -139,18 +140,10 @@ def span_job(pairs: Sequence[tuple[Span, RemoteSlots, int]], regions: Sequence[P
         UsageError: The input does not fit.
     """
     descriptors = [region.descriptor for region in regions]
-    require_spans(pairs, [(each.slot_count, each.slot_bytes) for each in descriptors])
-    slots = tuple(each.slots[0] for _, each, _ in pairs)
-    rows = np.array(
-        [(span.address, span.size, offset) for span, _, offset in pairs], dtype=np.uint64
-    )
+    table = require_spans(pairs, [(each.slot_count, each.slot_bytes) for each in descriptors])
     kept = [
-        *_slot_arrays(
-            [each.region for _, each, _ in pairs],
-            slots,
-            [each.generations[0] for _, each, _ in pairs],
-        ),
-        ffi.from_buffer(rows),
+        *_slot_arrays([each.region for _, each, _ in pairs], table.slots, table.generations),
+        ffi.from_buffer(table.rows),
     ]
     native = ffi.new(
         "kvp_ucx_job *",
@@ -162,17 +155,15 @@ def span_job(pairs: Sequence[tuple[Span, RemoteSlots, int]], regions: Sequence[P
             "spans": ffi.cast("kvp_ucx_span *", kept[3]),
         },
     )
-    size = sum(span.size for span, _, _ in pairs)
-    return Job(native, (kept, rows, list(pairs)), slots, size)
+    slots = tuple(each.slots[0] for _, each, _ in pairs)
+    return Job(native, (kept, list(pairs)), slots, int(table.rows[:, 1].sum()))
 
 
-def _slot_arrays(
-    regions: Sequence[int], slots: Sequence[int], generations: Sequence[int]
-) -> "list[CData]":
+def _slot_arrays(regions: Sequence[int], slots: Numbers, generations: Numbers) -> "list[CData]":
     arrays: list[tuple[str, NDArray[np.generic]]] = [
         ("uint32_t[]", np.array(regions, dtype=np.uint32)),
-        ("uint32_t[]", np.array(slots, dtype=np.uint32)),
-        ("uint64_t[]", np.array(generations, dtype=np.uint64)),
+        ("uint32_t[]", slots.astype(np.uint32)),
+        ("uint64_t[]", np.ascontiguousarray(generations)),
     ]
     return [ffi.from_buffer(kind, array) for kind, array in arrays]
 
@@ -216,13 +207,12 @@ class Reads:
         """Start a read.
 
         Raises:
-            UsageError: The deadline is not a finite number.
+            UsageError: The deadline is none: see ``require_deadline``.
             CapacityError: Too many reads are in flight, or one layer of a block is larger than a
                 window of the inbox.
             KVPoolError: What the reads were ended with.
         """
-        if not math.isfinite(deadline_s):
-            raise UsageError(f"a deadline of {deadline_s} s: every read needs a finite one")
+        require_deadline(deadline_s)
         source: CompletionSource[int] = CompletionSource()
         reading = source.completion = _Reading(self._engine)
         with self._changed:
@@ -285,6 +275,12 @@ class Reads:
         """Wait until no read is left. False if one is after ``timeout_s``."""
         with self._changed:
             return self._changed.wait_for(lambda: self._count == 0, timeout_s)
+
+    def after_fork(self) -> None:
+        """Be ended in a child; see ``forked``. What was under way never ends there."""
+        self._changed = threading.Condition()
+        self._count = 0
+        self._ended = in_child()
 
     def counts(self) -> tuple[int, int]:
         """Return how many windows are free, and how many are owed: asked into by ended reads."""

@@ -25,6 +25,7 @@ from kvpool.errors import (
 )
 from kvpool.memory import BlockView, Crcs, Span
 from kvpool.transfer.base import RegionDescriptor, RemoteSlots
+from kvpool.transfer.bounds import is_index
 from kvpool.transfer.calls import weakly
 from kvpool.transfer.endpoint import CLOSE_TIMEOUT_S, LinkedEndpoint, require_notification
 from kvpool.transfer.pull import BlockPull, SpanPull
@@ -402,7 +403,7 @@ class UcxxEndpoint(LinkedEndpoint):
     def _region(self, region: int) -> PeerRegion:
         with self._changed:
             self._require_alive()
-            if not 0 <= region < len(self._peer_regions):
+            if not is_index(region, len(self._peer_regions)):
                 raise UsageError(f"the peer has told of no region {region}: see wait_region")
             return self._peer_regions[region]
 

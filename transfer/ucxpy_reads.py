@@ -6,7 +6,6 @@ before; a read's destination is only written by a copy on the thread of the loop
 it once the read has ended. Who calls it: the ucxx endpoint, on that thread but for ``submit``.
 """
 
-import math
 import mmap
 import threading
 from collections import deque
@@ -31,6 +30,7 @@ from kvpool.errors import (
 )
 from kvpool.memory import BlockView, Crcs, Span, copy_blocks
 from kvpool.transfer.base import RemoteSlots
+from kvpool.transfer.bounds import require_deadline
 from kvpool.transfer.progress import ProgressLoop
 from kvpool.transfer.pull import require_dest, require_slots, require_spans
 from kvpool.transfer.ucx_reads import PeerRegion
@@ -277,8 +277,7 @@ class UcxxReads:
             ClosedError: The transport is closed.
             KVPoolError: What the reads were ended with.
         """
-        if not math.isfinite(deadline_s):
-            raise UsageError(f"a deadline of {deadline_s} s: every read needs a finite one")
+        require_deadline(deadline_s)
         largest = answer_bytes(1, job.crc_count, max(job.sizes))
         if largest > self._window_bytes:
             raise CapacityError(

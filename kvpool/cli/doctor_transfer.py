@@ -33,6 +33,13 @@ def ucx_library(host: Host) -> Check:
             found=f"{found}; puts over TCP are emulated, which is slow",
             remedy="use the same version of UCX, 1.22 or newer, on all hosts",
         )
+    if chosen.put_protocol and "zero-copy" not in chosen.put_protocol:
+        return Check(
+            name="ucx.library",
+            status="warn",
+            found=f"{found}; it copies what it puts over TCP: {chosen.put_protocol}",
+            remedy="use a UCX of 1.22 or newer, and unset what UCX_ variables change its protocols",
+        )
     return Check(name="ucx.library", status="ok", found=f"{found}; a put over TCP arrived")
 
 

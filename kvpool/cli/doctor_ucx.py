@@ -75,7 +75,7 @@ def attempt(path: str, why: str = "", timeout_s: float = 3 * _TIMEOUT_S) -> UcxL
 
 
 def _try(path: str) -> UcxLibrary:
-    inbox = Span.of(np.frombuffer(mmap.mmap(-1, _PUT_BYTES), dtype=np.uint8))
+    inbox = Span.of(np.frombuffer(mmap.mmap(-1, _PUTS * _PUT_BYTES), dtype=np.uint8))
     block = Span.of(np.ones(_PUT_BYTES, dtype=np.uint8))
     with (
         UcxEngine(inbox=inbox, endpoint_max=1, library=path) as server,
@@ -90,10 +90,11 @@ def _try(path: str) -> UcxLibrary:
         try:
             port = server.listen(lambda endpoint: None)
             with client.connect("127.0.0.1", port, _TIMEOUT_S, server.incarnation) as endpoint:
-                endpoint.put([(block, 0)] * _PUTS, _TIMEOUT_S).wait(_TIMEOUT_S)
+                batch = [(block, at * _PUT_BYTES) for at in range(_PUTS)]
+                endpoint.put(batch, _TIMEOUT_S).wait(_TIMEOUT_S)
         except KVPoolError as error:
             return replace(found, version=version, problem=str(error))
-        landed = bytes(inbox.view()) == bytes(block.view())
+        landed = bytes(inbox.view()) == bytes(block.view()) * _PUTS
         problem = "" if landed else "what was put is not what arrived"
         return replace(found, version=version, problem=problem, put_protocol=client.put_protocol())
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvpool.arena import Arena
+from kvpool.arena import Arena, Slot
 from kvpool.completion import Completion
 from kvpool.errors import (
     CancelledTransferError,
@@ -17,6 +17,7 @@ from kvpool.errors import (
     KVPoolError,
     PeerUnreachableError,
     TransferTimeoutError,
+    UsageError,
 )
 from kvpool.testing.blocks import payload, view_of
 from kvpool.testing.pair import (
@@ -119,6 +120,36 @@ class EndChecks(TransportScene):
             with pytest.raises(ClosedError):
                 call()
         arena.close()
+
+    def test_a_callback_cannot_close_its_transport(self, pair: Pair) -> None:
+        told = Collected()
+
+        def close(message: bytes) -> None:
+            try:
+                pair.owner.close()
+            except UsageError as error:
+                told(error)
+
+        pair.at_owner.on_notification(close)
+        send(pair.at_reader, b"close")
+        told.wait(1)
+        # Nothing was closed by half.
+        assert pair.at_owner.alive()
+        assert pair.read(view_of(self.layout, empty(self.layout, 1)), self._one(pair)) == 1
+
+    def test_an_endpoint_is_watched_though_its_callback_raised(self, pair: Pair) -> None:
+        lost = Collected()
+
+        def meet(endpoint: Endpoint) -> None:
+            endpoint.on_lost(lost)
+            raise UsageError("a callback failed")
+
+        address = pair.reader.listen(self.fresh_address(), meet)
+        pair.owner.connect(address, WAIT_S).close()
+        lost.wait(1)
+
+    def _one(self, pair: Pair) -> list[Slot]:
+        return pair.publish(payload(self.layout, 1, seed=21))
 
     # ---- loss -------------------------------------------------------------------------------
 

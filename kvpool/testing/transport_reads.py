@@ -200,11 +200,19 @@ class ReadChecks(TransportScene):
             [(span, named(0, slots), 0)],
             [(span.part(0, 100), source, 0), (span.part(99, 50), source, 0)],
             [(span.part(0, 100), source, 0), (span.part(0, 100), source, 0)],
+            [(Span(2**64 - 32, 64), source, 0)],
+            [(Span(2**65, 64), source, 0)],
+            [(Span(-5, 64), source, 0)],
+            [(Span(0, 64), source, 0)],
+            [(span, source, 0.5)],  # type: ignore[list-item]
+            [(span, replace(source, region=0.0), 0)],  # type: ignore[arg-type]
+            [(span, replace(source, slots=(0.5,)), 0)],  # type: ignore[arg-type]
+            [(span, replace(source, generations=()), 0)],
         ]
         for pairs in bad:
             with pytest.raises(UsageError):
                 pair.at_reader.read_spans(pairs, WAIT_S)
-        for deadline_s in (math.inf, math.nan):
+        for deadline_s in (math.inf, math.nan, 1e10):
             with pytest.raises(UsageError):
                 pair.at_reader.read_spans([(span, source, 0)], deadline_s)
         assert not out.any()
@@ -275,6 +283,22 @@ class ReadChecks(TransportScene):
             (dest, source, one, 0),
             (dest, source, self.layout, 0),
             (view_of(other, empty(other, 2)), source, self.layout, None),
+            # Rows that lie on one another.
+            (replace(dest, block_stride=dest.block_stride // 2), source, self.layout, None),
+            (replace(dest, block_stride=0), source, self.layout, None),
+            (replace(dest, layer_stride=dest.head_stride), source, self.layout, None),
+            (replace(dest, head_stride=0), source, self.layout, None),
+            (replace(dest, kv_stride=0), source, self.layout, None),
+            (replace(dest, k_token_stride=0, v_token_stride=0), source, self.layout, None),
+            (replace(dest, v_token_stride=1), source, self.layout, None),
+            # Numbers that are none, and ones that leave what holds the blocks.
+            (replace(dest, layer_stride=-8), source, self.layout, None),
+            (replace(dest, base=0), source, self.layout, None),
+            (replace(dest, base=2**70), source, self.layout, None),
+            (dest.with_ids([2**63, 2**63 + 1]), source, self.layout, None),
+            (dest.with_ids([0, 2]), source, self.layout, None),
+            (replace(dest, base=dest.base - 1), source, self.layout, None),
+            (replace(dest, base=0x1000), source, self.layout, None),
         ]
         for view, remote, layout, dest_layer in bad:
             with pytest.raises(UsageError):
@@ -282,6 +306,8 @@ class ReadChecks(TransportScene):
                     view, remote, source_layout=layout, dest_layer=dest_layer, deadline_s=WAIT_S
                 )
         assert not out.any()
+        # A wrong argument ends its own call, not the connection.
+        assert pair.read(dest, slots) == 2
 
     def test_a_layer_outside_the_destination_is_refused(self, pair: Pair) -> None:
         one = replace(self.layout, num_layers=1)

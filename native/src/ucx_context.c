@@ -230,6 +230,11 @@ ucx_status kvp_context_listen(kvp_ucx *engine)
     }
     ucx_listener_attr attr = {.field_mask = UCX_LISTENER_ATTR_SOCKADDR};
     code = engine->ucp->listener_query(engine->listener, &attr);
+    if (code != UCX_OK) {
+        engine->ucp->listener_destroy(engine->listener);
+        engine->listener = NULL;
+        return code;
+    }
     engine->listen_port = ntohs(((const struct sockaddr_in *)&attr.sockaddr)->sin_port);
     return code;
 }

@@ -150,7 +150,8 @@ static void copy_blocks(kvp_read *read, const kvp_ask *ask, uintptr_t window)
     if (status == KVP_CORRUPT) {
         lower(&read->good, ask->first + bad);
     } else if (status != KVP_OK) {
-        read->stop = status;
+        /* KVP_INVALID ends connections, and a wrong destination is not the peer's doing. */
+        read->stop = KVP_SYSTEM;
     }
 }
 

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -273,6 +274,9 @@ def test_the_chosen_library(tmp_path: Path) -> None:
     slow = UcxLibrary(path="libucp.so.0", version="1.17.0", put_protocol="software emulation tcp")
     check = doctor_transfer.ucx_library(host(tmp_path, chosen=slow))
     assert (check.status, "UCX 1.17.0 (libucp.so.0)" in check.found) == ("warn", True)
+    copies = replace(slow, put_protocol="put from host memory copy-in tcp/lo")
+    check = doctor_transfer.ucx_library(host(tmp_path, chosen=copies))
+    assert (check.status, "copy-in tcp/lo" in check.found) == ("warn", True)
     none = UcxLibrary(path="libucp.so.0", why="the system's", problem="no such file")
     check = doctor_transfer.ucx_library(host(tmp_path, chosen=none))
     assert (check.status, check.essential) == ("lack", False), "one host needs none"

@@ -1,9 +1,10 @@
-"""A forked child of a process with a host transport: a typed error from every call, at once."""
+"""A forked child of a process with transports: a typed error from every call, at once."""
 
 import os
 import traceback
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,8 @@ from kvpool.errors import ClosedError
 from kvpool.testing.blocks import SMALL_LAYOUT, payload, view_of
 from kvpool.testing.pair import WAIT_S, Collected, empty, named, publish
 from kvpool.transfer.host import HostTransport
+from kvpool.transfer.ucx import UcxTransport
+from kvpool.transfer.ucx_endpoint import UcxEndpoint
 
 
 def in_a_child(work: Callable[[], None]) -> None:
@@ -78,3 +81,34 @@ def test_a_child_of_a_host_transport_gets_typed_errors_and_harms_nobody(tmp_path
         np.testing.assert_array_equal(out, blocks)
         assert endpoint.alive()
         arena.close()
+
+
+def test_a_child_of_a_ucx_transport_closes_it_at_once_whoever_held_its_locks() -> None:
+    with UcxTransport() as owner, UcxTransport() as reader:
+        endpoint = reader.connect(owner.listen("ucx://127.0.0.1:0", Collected()), WAIT_S)
+        assert isinstance(endpoint, UcxEndpoint)
+
+        def child() -> None:
+            for call in (lambda: endpoint.notify(b"x"), lambda: endpoint.wait_region(0, WAIT_S)):
+                try:
+                    call()
+                except ClosedError:
+                    continue
+                raise AssertionError("a call of the child was let through")
+            endpoint.wait_drained(0.0)
+            endpoint.close()
+            reader.close()
+            owner.close()
+            assert not endpoint.alive()
+
+        # As a thread of the parent that is inside them: it is not there in the child to let go.
+        locks: list[AbstractContextManager[object]] = [
+            *(reader._lock, endpoint._send_lock, endpoint._changed, endpoint._reads._changed),
+            *(reader._engine._lock, reader._engine._calls._lock),
+        ]
+        with ExitStack() as held:
+            for lock in locks:
+                held.enter_context(lock)
+            in_a_child(child)
+        assert endpoint.alive()
+        assert endpoint.notify(b"from the parent")

@@ -17,6 +17,7 @@ from kvpool.errors import (
     CapacityError,
     ClosedError,
     ConfigError,
+    InternalError,
     PeerUnreachableError,
     TransferTimeoutError,
     UsageError,
@@ -27,8 +28,9 @@ from kvpool.testing.pair import Collected, empty, named, publish, send
 from kvpool.transfer.base import Endpoint
 from kvpool.transfer.ucx import UcxTransport, format_address, parse_address
 from kvpool.transfer.ucx_connection import UcxConnection
-from kvpool.transfer.ucx_endpoint import NOTIFICATIONS_MAX
+from kvpool.transfer.ucx_endpoint import NOTIFICATIONS_MAX, UcxEndpoint
 from kvpool.transfer.ucx_engine import UcxEngine
+from kvpool.transfer.ucx_reads import block_job
 from kvpool.transfer.ucx_wire import (
     ASKS_MAX,
     PROTOCOL_VERSION,
@@ -152,6 +154,29 @@ def test_an_arena_that_is_closed_is_read_until_its_transport_is(owner: UcxTransp
         )  # fmt: skip
         assert read.wait(WAIT_S) == 2
         np.testing.assert_array_equal(out, blocks)
+
+
+def test_a_destination_that_goes_wrong_ends_its_own_read_only(owner: UcxTransport) -> None:
+    """Block ids are the caller's array: what it writes there later is not the peer's doing."""
+    arena = Arena(LAYOUT, 8, owner.incarnation)
+    owner.register(arena)
+    slots = publish(arena, payload(LAYOUT, 8, seed=1))
+    address = owner.listen(ANYWHERE, lambda endpoint: None)
+    with UcxTransport("reader") as reader:
+        endpoint = reader.connect(address, WAIT_S)
+        assert isinstance(endpoint, UcxEndpoint)
+        endpoint.wait_region(0, WAIT_S)
+        region = endpoint._region(0)
+
+        views = [view_of(LAYOUT, empty(LAYOUT, 8)) for _ in range(4)]
+        jobs = [block_job(region, view, named(0, slots), LAYOUT, None, None) for view in views]
+        views[1].block_ids[3] = 2**63
+        reads = [endpoint._reads.submit(each, WAIT_S) for each in jobs]
+        with pytest.raises(InternalError):
+            reads.pop(1).wait(WAIT_S)
+        assert [read.wait(WAIT_S) for read in reads] == [8, 8, 8]
+        assert endpoint.alive()
+    arena.close()
 
 
 def test_the_trace_names_what_carried_the_bytes(owner: UcxTransport) -> None:

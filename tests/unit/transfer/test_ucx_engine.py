@@ -167,10 +167,18 @@ def test_a_peer_that_takes_no_notes_is_not_flooded(pair: Pair) -> None:
         [(Span(4096, 1), -1)],
         [(Span(4096, 0), 0)],
         [(Span(4096, 2), 2**64 - 1)],
+        [(Span(2**64 - 8, 16), 0)],
+        [(Span(4096, 16), 32), (Span(8192, 16), 33)],
+        [(Span(4096, 16), 8)],
+        [(Span(4096, 1), at) for at in range(64, 100_000)],
+        [(Span(4096, 0.5), 0)],  # type: ignore[arg-type]
         np.zeros((1, 2), dtype=np.uint64),
         np.zeros((1, 3), dtype=np.int64),
     ],
-    ids=["end", "past", "large", "before", "empty", "wrap", "columns", "dtype"],
+    ids=[
+        *("end", "past", "large", "before", "empty", "wrap", "local", "overlap", "same", "many"),
+        *("fraction", "columns", "dtype"),
+    ],
 )
 def test_a_wrong_span_is_refused_before_anything_moves(pair: Pair, batch: object) -> None:
     good = (span_of(16, 7), 0)
