@@ -13,9 +13,10 @@ from tests.native.test_native import ADDRESS, INCLUDE, NATIVE, STRICT, THREAD, g
 
 pytestmark = pytest.mark.ucx
 
-# The engine, and what reads need: arenas, and copies that are checked.
+# The engine, and what reads need: arenas with their ledgers, and copies that are checked.
 SOURCES = [
     *sorted((NATIVE / "src").glob("ucx_*.c")),
+    *sorted((NATIVE / "src").glob("ledger*.c")),
     *(NATIVE / "src" / f"{name}.c" for name in ("arena", "copy", "crc32c", "crew", "memfd")),
 ]
 FLAGS = {"address": ADDRESS, "thread": THREAD}
