@@ -19,6 +19,7 @@ from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 
@@ -44,8 +45,8 @@ def require_supported(vllm_config: Any) -> None:
     rules = (
         (release == SUPPORTED_RELEASE, f"vLLM is {vllm.__version__}: use {SUPPORTED_RELEASE}"),
         (
-            not vllm_config.model_config.use_mla,
-            "latent attention: on CPUs its answers change when blocks are loaded",
+            cache.enable_prefix_caching or not vllm_config.model_config.use_mla,
+            "prefix caching is off: for latent attention vLLM has it on CPUs with AMX only",
         ),
         (cache.enable_prefix_caching, "prefix caching is off: use --enable-prefix-caching"),
         (current_platform.is_cpu(), "no accelerator has been run yet: use vLLM for CPUs"),
@@ -102,21 +103,23 @@ def read_shape(vllm_config: Any, kv_cache_config: Any) -> EngineShape:
     """
     tokens = kv_cache_config.hash_block_size or vllm_config.cache_config.block_size
     tp_size = vllm_config.parallel_config.tensor_parallel_size
-    heads = vllm_config.model_config.get_total_num_kv_heads()
+    model = vllm_config.model_config
+    # Latent attention has one head, which every rank has.
+    heads = 1 if model.use_mla else model.get_total_num_kv_heads()
     groups: list[Group] = []
     sizes: set[int] = set()
     for number, group in enumerate(kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
         if (
-            type(spec) not in (FullAttentionSpec, SlidingWindowSpec)
+            type(spec) not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec)
             or spec.block_size != tokens
             or not group.enable_kv_transfer
             or group.is_eagle_group
         ):
             raise ConfigError(
                 f"KV cache group {number} is {type(spec).__name__} with blocks of "
-                f"{spec.block_size} tokens: full and sliding-window attention are "
-                f"supported, with blocks of {tokens} tokens"
+                f"{spec.block_size} tokens: full, latent and sliding-window attention "
+                f"are supported, with blocks of {tokens} tokens"
             )
         sizes.add(spec.page_size_bytes)
         parts = tuple(

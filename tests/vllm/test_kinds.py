@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm import SamplingParams
+from vllm.platforms.cpu import CpuPlatform
 
 from tests.server_process import ServerProcess, until
 from tests.vllm.conftest import prompts
@@ -78,6 +80,64 @@ def test_a_sliding_window_needs_its_window_only(tmp_path: Path) -> None:
         warm = engine.generate(prompt)[0]
         assert (warm.tokens, warm.cached) == (cold.tokens, 320)
         assert not loaded["failed_loads"]
+
+
+# A step of latent attention in these tests: a prompt is cut at its multiples.
+STEP_TOKENS = 160
+
+
+@pytest.fixture
+def latent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A model of latent attention, and vLLM told to run it on every CPU as it does with AMX.
+
+    Without AMX vLLM computes a prompt in one step, and reuses no prefix: its answers depend on how
+    a prompt is cut. Here it is cut where a hit cuts it, so that they can be compared.
+    """
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
+    update = CpuPlatform.check_and_update_config.__func__
+
+    def updated(platform: type[CpuPlatform], config: Any) -> None:
+        update(platform, config)
+        config.cache_config.enable_prefix_caching = True
+        config.scheduler_config.enable_chunked_prefill = True
+        config.scheduler_config.max_num_batched_tokens = STEP_TOKENS
+
+    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(updated))
+    return make_model("deepseek", tmp_path / "deepseek")
+
+
+def test_latent_attention(latent: Path) -> None:
+    """The bytes of every block come back, and answers cut alike are the same."""
+    asked = prompts(161, 170, 176, 321, 330, 336, seed=34)
+    with Engine(latent, None, block_size=16) as engine:
+        alone = [engine.generate(prompt)[0] for prompt in asked]
+    with Engine(latent, {"dram": "64MiB"}, block_size=16) as engine:
+        (cache,) = engine.worker_side._saver._caches.values()
+        layers = cache.view.owner
+        for prompt, answer in zip(asked, alone, strict=True):
+            cold = engine.generate(prompt)[0]
+            stored = _blocks(layers)
+            at_rest(engine)
+            for layer in layers:
+                layer.zero_()
+            warm = engine.generate(prompt)[0]
+            assert (cold.tokens, cold.cached) == (answer.tokens, 0)
+            assert (warm.tokens, warm.cached) == (
+                answer.tokens,
+                len(prompt) // STEP_TOKENS * STEP_TOKENS,
+            )
+            loaded = _blocks(layers)
+            assert len(loaded & stored) >= warm.cached // 16
+            at_rest(engine)
+
+
+def _blocks(layers: list[torch.Tensor]) -> set[bytes]:
+    """Read every block of an engine's cache but the empty ones."""
+    blocks = {
+        b"".join(layer[index].numpy().tobytes() for layer in layers)
+        for index in range(len(layers[0]))
+    }
+    return {block for block in blocks if any(block)}
 
 
 @pytest.fixture

@@ -118,7 +118,11 @@ def test_importing_the_connector_loads_nothing_heavy() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_latent_attention_is_refused(tmp_path: Path) -> None:
+def test_latent_attention_needs_amx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where vLLM does not reuse its own prefixes of it, nothing is loaded either."""
     model = make_model("deepseek", tmp_path / "deepseek")
-    with pytest.raises(ConfigError, match="latent"):
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
+    with pytest.raises(ConfigError, match="with AMX only"):
         require_supported(configured(model, block_size=16))
+    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: True)
+    require_supported(configured(model, block_size=32))

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 import pytest
 import torch
 
-from kvpool.base import Lease, Match
+from kvpool.base import Match
 from kvpool.config import PoolConfig
 from kvpool.integration.vllm.cache import GroupCache
 from kvpool.integration.vllm.loading import Loader
@@ -13,7 +13,7 @@ from kvpool.integration.vllm.plan import LoadOrder
 from kvpool.integration.vllm.saving import Saver
 from kvpool.integration.vllm.shape import BlockRun, part_chain
 from kvpool.integration.vllm.slots import Slots
-from kvpool.pool import Pool
+from kvpool.pool import Pool, PoolLease
 from tests.server_process import until
 from tests.unit.integration.vllm.scene import FULL, LAYOUT, NAMESPACE, hashes, shape
 
@@ -27,9 +27,9 @@ class CountingPool(Pool):
 
     asked = 0
 
-    def lease(self, match: Match, seconds: float) -> Lease:
+    def lease(self, match: Match, seconds: float, *, recompute_s: float | None = None) -> PoolLease:
         self.asked += 1
-        return super().lease(match, seconds)
+        return super().lease(match, seconds, recompute_s=recompute_s)
 
 
 @pytest.fixture
