@@ -25,6 +25,7 @@ from kvpool.completion import Deadline
 from kvpool.errors import ClosedError, ConfigError, KVPoolError, PeerUnreachableError, UsageError
 from kvpool.memory import Span
 from kvpool.transfer.base import Endpoint, RegionDescriptor, Transport
+from kvpool.transfer.calls import weakly
 from kvpool.transfer.endpoint import CLOSE_TIMEOUT_S, REGIONS_MAX
 from kvpool.transfer.forked import close_in_children
 from kvpool.transfer.ucx_connection import UcxConnection
@@ -47,6 +48,10 @@ PROBE_TIMEOUT_S: Final = 5.0
 # Puts and notes in flight, all connections; and reads.
 _BATCHES_MAX: Final = 1024
 READS_MAX: Final = 1024
+# What libucp says of a put that it sends from where the bytes lie.
+ZERO_COPY: Final = "zero-copy"
+# How often a transport looks, until a large put has been made, how the library carries it.
+_LOOK_S: Final = 1.0
 
 
 class _Probe:
@@ -101,7 +106,7 @@ class UcxTrace:
 
     def zero_copy(self) -> bool | None:
         """Say whether bulk is put without a copy in between; None: nothing was put yet."""
-        return "zero-copy" in self.put if self.put else None
+        return ZERO_COPY in self.put if self.put else None
 
 
 class UcxTransport(Transport):
@@ -175,6 +180,8 @@ class UcxTransport(Transport):
             library=library,
             name=name,
         )
+        self._warned = False  # the engine's thread, and close after it has none to run
+        self._engine.call_later(_LOOK_S, weakly(self._look_at_puts))
         close_in_children(self)
 
     def register(self, arena: Arena) -> RegionDescriptor:
@@ -328,8 +335,21 @@ class UcxTransport(Transport):
         trace = self.trace()
         if trace.puts:
             logger.info("UCX carried %s", trace)
-        if trace.zero_copy() is False:
-            logger.warning("UCX copied every put: %s; kvpool doctor names the library", trace.put)
+        self._warn_of_copies(trace.put)
+
+    def _look_at_puts(self) -> None:
+        """Look how bulk is put until the library has said it. On the engine's thread."""
+        if self._closed:
+            return
+        if put := self.put_protocol():
+            self._warn_of_copies(put)
+        else:
+            self._engine.call_later(_LOOK_S, weakly(self._look_at_puts))
+
+    def _warn_of_copies(self, put: str) -> None:
+        if put and ZERO_COPY not in put and not self._warned:
+            self._warned = True
+            logger.warning("UCX copies every put: %s; kvpool doctor tries the library", put)
 
     def _require_open(self) -> None:
         if self._closed:

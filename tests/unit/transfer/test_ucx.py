@@ -3,6 +3,8 @@
 import contextlib
 import os
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -206,6 +208,45 @@ def test_the_trace_names_what_carried_the_bytes(owner: UcxTransport) -> None:
         assert trace.coalesced > 0
         np.testing.assert_array_equal(out, blocks)
     arena.close()
+
+
+def test_a_library_that_copies_what_it_puts_is_named_while_it_is_used() -> None:
+    """In a process of its own: libucp reads its settings once. Nothing but they is different."""
+    script = """
+import logging, sys, threading
+import numpy as np
+from kvpool.memory import Span
+from kvpool.transfer.ucx import UcxTransport
+
+warned = threading.Event()
+
+class Watch(logging.Handler):
+    def emit(self, record):
+        if "UCX copies every put" in record.getMessage():
+            warned.set()
+
+logging.getLogger("kvpool.transfer.ucx").addHandler(Watch())
+with UcxTransport(inbox_bytes=16 << 20) as owner, UcxTransport() as reader:
+    endpoint = reader.connect(owner.listen("ucx://127.0.0.1:0", lambda endpoint: None), 20)
+    block = Span.of(np.zeros(1 << 20, dtype=np.uint8))
+    for _ in range(1000):
+        endpoint.connection.put([(block, at << 20) for at in range(8)], 20).wait(20)
+        if reader.put_protocol():
+            break
+    print(reader.put_protocol(), warned.wait(20 if "n" in sys.argv else 3))
+"""
+    said = {}
+    for setting in ("n", "y"):
+        done = subprocess.run(
+            [sys.executable, "-c", script, setting],
+            env={**os.environ, "UCX_TCP_PUT_ENABLE": setting},
+            capture_output=True, text=True, timeout=60, check=True,
+        )  # fmt: skip
+        said[setting] = done.stdout
+    assert said["n"].endswith("True\n")
+    assert "zero-copy" not in said["n"]
+    assert "zero-copy" in said["y"]
+    assert said["y"].endswith("False\n")
 
 
 def test_too_many_connections_are_refused() -> None:
