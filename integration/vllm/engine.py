@@ -90,7 +90,8 @@ def require_one_process(vllm_config: Any) -> None:
     if parallel.world_size != 1 or parallel.distributed_executor_backend not in (None, "uni"):
         raise ConfigError(
             "this engine's workers are processes of their own: start a kvpool-server and name its "
-            'run directory in "run_dir" instead of "dram"',
+            'run directory in "run_dir" instead of "dram", or, with one worker, set '
+            "VLLM_ENABLE_V1_MULTIPROCESSING=0",
             key="dram",
         )
 
