@@ -136,7 +136,8 @@ class TransferConfig:
     Attributes:
         staging_bytes: Shared memory in which a client holds out blocks for the server to pull.
         match_timeout_s: Longest wait of ``match``; a server that is silent for longer is a miss.
-        request_timeout_s: Longest wait of ``lease``, ``stats`` and other short requests.
+        request_timeout_s: Longest wait of ``lease``, ``stats`` and other short requests, and of a store
+            for any sign of life.
         backoff_min_s, backoff_max_s: First and longest pause before a silent or dead server is
             asked again; doubled after each failure.
         stores_max: Stores under way or queued at a client; one more is refused.
@@ -146,8 +147,8 @@ class TransferConfig:
             memory: UCX over TCP asks nobody who they are.
         advertise: Address that peers are told in place of ``ucx_host``; ``""``: the same.
         ucx_library: Path of the libucp to load; ``""``: chosen, and ``kvpool doctor`` says why.
-        read_timeout_s: Longest that one replica may keep a load waiting for its first answer before
-            the next one is asked.
+        read_timeout_s: Longest that a replica may keep a lease or a load waiting without any sign of
+            life before the next one is asked.
         replicas: Copies of each block that a store makes, on nodes of their own.
         ways: Which of a server's transports a client tries, of ``host`` and ``ucx``; with none, or
             where none works, blocks go through gRPC streams.

@@ -1,8 +1,10 @@
 """Real kvpool-server processes that make up a ring on loopback, for tests that need several."""
 
 import contextlib
+import signal
 import socket
 import tempfile
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
@@ -11,7 +13,7 @@ from typing import Self
 from kvpool.block import BlockLayout
 from kvpool.client import protocol
 from kvpool.client.cluster import ClusterPool
-from kvpool.client.connect import connect_ring
+from kvpool.client.connect import connect
 from kvpool.client.rpc import Caller
 from kvpool.config import TransferConfig
 from tests.server_process import WAIT_S, ServerProcess, until
@@ -57,6 +59,16 @@ class RingNode:
         self.process.stop()
         self.process = None
 
+    @contextlib.contextmanager
+    def halted(self) -> Iterator[None]:
+        """Hold it with SIGSTOP meanwhile: it is silent, and its connections stay."""
+        assert self.process is not None
+        self.process.signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self.process.signal(signal.SIGCONT)
+
     def stop(self) -> int:
         """Ask it to end; return its exit status."""
         assert self.process is not None
@@ -98,7 +110,7 @@ class RingOfServers:
 
     def connect(self, layout: BlockLayout, config: TransferConfig = PATIENT) -> ClusterPool:
         """Return a pool over all of them."""
-        return connect_ring(self.nodes[0].address, layout, WAIT_S, config=config)
+        return connect([self.nodes[0].address], layout, WAIT_S, config=config)
 
     def named(self, name: str) -> RingNode:
         """Return a server by its name."""

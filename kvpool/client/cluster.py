@@ -1,7 +1,7 @@
 """The pool over many servers: the Pool interface, whatever holds a block.
 
 Owns leases of several servers, and what a load tries next when one fails. Blocks themselves move
-through the pools of single servers. Who calls it: ``connect_ring``.
+through the pools of single servers. Who calls it: ``connect``.
 """
 
 import logging
@@ -341,7 +341,7 @@ class ClusterPool(BlockPool):
                 pulls.append((begin, end, part, self._pull(part, view, begin, deadline, running)))
         at = first
         for begin, end, part, pull in pulls:
-            good = self._end(pull, deadline) if at == begin else self._give_up(pull)
+            good = self._end(pull, part, deadline) if at == begin else self._give_up(pull)
             if at == begin:
                 at += good
                 if at < end and not self._over(deadline, running):
@@ -378,23 +378,35 @@ class ClusterPool(BlockPool):
             pull.cancel()
         return pull
 
-    def _end(self, pull: Completion[int] | KVPoolError, deadline: Deadline) -> int:
-        """Wait until nothing writes any more; return how many leading blocks came."""
+    def _end(self, pull: Completion[int] | KVPoolError, part: Part, deadline: Deadline) -> int:
+        """Wait until nothing writes any more; return how many leading blocks came.
+
+        A holder that gives no sign of life for ``read_timeout_s`` meanwhile is given up.
+        """
         if isinstance(pull, KVPoolError):
             return 0
+        look_s = self._config.read_timeout_s / 2
+        while True:
+            try:
+                return pull.wait(min(look_s, deadline.remaining_s()))
+            except KVPoolError as error:
+                if pull.done():
+                    logger.debug("a replica failed: %s", error)
+                    return 0
+            if deadline.passed() or not part.node.pool.is_alive(look_s):
+                return self._give_up(pull)
+
+    def _give_up(self, pull: Completion[int] | KVPoolError) -> int:
+        """Cancel a pull and wait until nothing writes any more."""
+        if isinstance(pull, KVPoolError):
+            return 0
+        pull.cancel()
         try:
-            return pull.wait(deadline.remaining_s() + _END_TIMEOUT_S)
+            return pull.wait(_END_TIMEOUT_S)
         except KVPoolError as error:
             if not pull.done():
                 raise InternalError("a pull did not end behind its deadline") from error
-            logger.debug("a replica failed: %s", error)
             return 0
-
-    def _give_up(self, pull: Completion[int] | KVPoolError) -> int:
-        if not isinstance(pull, KVPoolError):
-            pull.cancel()
-            self._end(pull, Deadline(0.0))
-        return 0
 
     def _retry(
         self,
@@ -417,7 +429,8 @@ class ClusterPool(BlockPool):
             self._count("replica_retries")
             try:
                 view = dest.take(at - first, part.end - first)
-                at += self._end(self._pull(part, view, at, deadline, running), deadline)
+                pull = self._pull(part, view, at, deadline, running)
+                at += self._end(pull, part, deadline)
             finally:
                 part.lease.close()
             tried.add(part.node.node)

@@ -13,7 +13,8 @@ from pathlib import Path
 from kvpool.block import BlockLayout, Incarnation
 from kvpool.client import protocol
 from kvpool.client.breaker import Breaker
-from kvpool.client.rpc import OPEN, Asked, Caller, ClientAccess, Method, Reply, Request
+from kvpool.client.life import wait_alive
+from kvpool.client.rpc import OPEN, Caller, ClientAccess, Method, Reply, Request
 from kvpool.client.staging import Staging
 from kvpool.client.ways import Ways
 from kvpool.clock import Clock
@@ -26,6 +27,7 @@ from kvpool.errors import (
     UsageError,
 )
 from kvpool.transfer.base import Endpoint
+from kvpool.transfer.choice import TransportKind
 
 logger = logging.getLogger(__name__)
 
@@ -126,7 +128,9 @@ def _connect(
     Raises what the last one raised if the caller handed a transport in, and ClosedError.
     """
     failed: KVPoolError | None = None
-    offered = [(kind, way) for kind in ways.kinds for way in welcome.ways if way.kind == kind]
+    offered: list[tuple[TransportKind, protocol.Way]] = [
+        (kind, way) for kind in ways.kinds for way in welcome.ways if way.kind == kind
+    ]
     for number, (kind, way) in enumerate(offered):
         if kind == "host" and not ways.given and not os.path.exists(way.address):
             continue  # another host's
@@ -144,19 +148,6 @@ def _connect(
     if ways.given and failed is not None:
         raise failed
     return None
-
-
-def _require_life(link: Link, asked: Asked[Reply], silent_s: float) -> None:
-    """Return once a call has ended, or its server has answered another one."""
-    life = link.caller.ask(protocol.MATCH, protocol.MatchRequest(), silent_s)
-    if asked.wait(silent_s):
-        life.cancel()
-        return
-    try:
-        life.reply()
-    except TransferTimeoutError:
-        asked.cancel()
-        raise
 
 
 class LinkKeeper:
@@ -259,7 +250,7 @@ class LinkKeeper:
         try:
             asked = link.caller.ask(method, request, timeout_s)
             if silent_s is not None:
-                _require_life(link, asked, silent_s)
+                wait_alive(link.caller, asked, silent_s)
             reply = asked.reply()
         except TransferTimeoutError:
             self._silence.failed()

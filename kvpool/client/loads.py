@@ -26,6 +26,7 @@ from kvpool.errors import (
     KVPoolError,
     LeaseExpiredError,
     PeerUnreachableError,
+    TransferTimeoutError,
     UnavailableError,
 )
 from kvpool.memory import BlockView
@@ -203,7 +204,10 @@ class Loads:
         )
 
         def messages() -> Generator[protocol.Payload, None, None]:
-            stream = lease.link.caller.stream(protocol.READ, request, deadline.remaining_s())
+            timeout_s = deadline.remaining_s()
+            if not timeout_s:
+                raise TransferTimeoutError("the deadline of the load passed before it began")
+            stream = lease.link.caller.stream(protocol.READ, request, timeout_s)
             with closing(stream):
                 for message in stream:
                     if ended.cancel_requested:

@@ -35,6 +35,7 @@ from kvpool.config import TransferConfig
 from kvpool.errors import (
     CapacityError,
     ClosedError,
+    KVPoolError,
     PeerUnreachableError,
     TransferTimeoutError,
     UnavailableError,
@@ -229,6 +230,16 @@ class RemotePool(BlockPool):
     def usable(self) -> bool:
         """Say whether the server is there, as far as is known here, and answered lately."""
         return self._keeper.usable()
+
+    def is_alive(self, timeout_s: float) -> bool:
+        """Ask the server for a sign of life. If there is none, it is not asked again for a while."""
+        try:
+            self._keeper.ask(protocol.MATCH, protocol.MatchRequest(), timeout_s)
+        except UsageError:
+            return True  # it answered
+        except KVPoolError:
+            return False
+        return True
 
     def is_near(self) -> bool:
         """Say whether the server's memory is mapped here: it is on this host."""

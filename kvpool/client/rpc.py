@@ -243,16 +243,20 @@ class Caller:
         self, method: Method[Request, Reply], requests: Iterator[Request], timeout_s: float
     ) -> Reply:
         """Call a method that takes a stream. Raises as ``call``."""
+        return self.begin_send(method, requests, timeout_s).reply()
+
+    def begin_send(
+        self, method: Method[Request, Reply], requests: Iterator[Request], timeout_s: float
+    ) -> Asked[Reply]:
+        """Begin a call that takes a stream; a thread of gRPC's takes the requests."""
         encoded = (_encode(request) for request in requests)
         try:
-            payload: bytes = self._channel.stream_unary(method.path)(
+            call = self._channel.stream_unary(method.path).future(
                 encoded, timeout=timeout_s, metadata=self._metadata
             )
-        except grpc.RpcError as error:
-            raise typed_error(error) from error
         except ValueError as error:
             raise errors.ClosedError("the channel is closed: connect again") from error
-        return _decoder(method.reply)(payload)
+        return Asked(call, _decoder(method.reply))
 
     def close(self) -> None:
         """Close the channel: calls under way end with PeerUnreachableError. Idempotent."""

@@ -12,9 +12,10 @@ from typing import Final, Protocol
 from kvpool.arena import Arena, Slot
 from kvpool.block import HASH_BYTES, BlockHash, BlockLayout
 from kvpool.client import protocol
+from kvpool.client.life import reply_of_store
 from kvpool.client.rpc import Caller
 from kvpool.completion import Deadline
-from kvpool.errors import ClosedError, TransferTimeoutError
+from kvpool.errors import ClosedError, PeerUnreachableError, TransferTimeoutError
 from kvpool.memory import BlockView, copy_blocks
 from kvpool.transfer.base import Transport
 
@@ -82,14 +83,16 @@ class Staging:
         self._turn = threading.Lock()
         self._stopped = False
 
-    def send(self, link: Server, batch: Batch, deadline: Deadline) -> protocol.StoreReply:
+    def send(
+        self, link: Server, batch: Batch, deadline: Deadline, silent_s: float
+    ) -> protocol.StoreReply:
         """Stage one batch and have the server pull it.
 
         Raises:
-            TransferTimeoutError: The deadline passed, or the server fell silent: then the link was
-                closed before the slots were freed.
+            TransferTimeoutError, PeerUnreachableError: The deadline passed, or the server gave no
+                sign of life for ``silent_s``: then the link was closed before the slots were freed.
             ClosedError: ``stop`` was called.
-            PeerUnreachableError, CapacityError, UsageError: As the server says.
+            CapacityError, UsageError: As the server says.
 
         Blocks until the server has ended, at most ``_GRACE_S`` longer than the deadline.
         """
@@ -102,7 +105,7 @@ class Staging:
             try:
                 while len(slots) < len(batch.source):
                     slots.append(self.arena.reserve())
-                return self._send(link, batch, slots, deadline)
+                return self._send(link, batch, slots, deadline, silent_s)
             finally:
                 for slot in slots:
                     self.arena.release(slot)
@@ -110,7 +113,12 @@ class Staging:
             self._turn.release()
 
     def _send(
-        self, link: Server, batch: Batch, slots: list[Slot], deadline: Deadline
+        self,
+        link: Server,
+        batch: Batch,
+        slots: list[Slot],
+        deadline: Deadline,
+        silent_s: float,
     ) -> protocol.StoreReply:
         crcs = copy_blocks(self.arena.view(slots), batch.source)
         for index, slot in enumerate(slots):
@@ -135,8 +143,9 @@ class Staging:
         for slot in slots:
             self.arena.grant(slot)
         try:
-            return link.caller.call(protocol.STORE, request, timeout_s + _GRACE_S)
-        except TransferTimeoutError:
+            asked = link.caller.ask(protocol.STORE, request, timeout_s + _GRACE_S)
+            return reply_of_store(link.caller, asked, silent_s)
+        except (TransferTimeoutError, PeerUnreachableError):
             link.close()  # close the path first, free the slots second
             raise
         finally:

@@ -60,6 +60,7 @@ class Stores:
         self._threads = ThreadPoolExecutor(config.completion_threads, "kvpool-store")
         self._stores_max = config.stores_max
         self._timeout_s = config.match_timeout_s
+        self._silent_s = config.request_timeout_s
         self._lock = threading.Lock()
         self._count = 0
         self._closed = False
@@ -167,9 +168,9 @@ class Stores:
         )
         try:
             if link.staging is not None:
-                reply = link.staging.send(link, batch, store.deadline)
+                reply = link.staging.send(link, batch, store.deadline, self._silent_s)
             else:
-                reply = send_stream(link, batch, store.deadline)
+                reply = send_stream(link, batch, store.deadline, self._silent_s)
         except (PeerUnreachableError, ClosedError):
             self._keeper.lose(store.link)
             raise

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kvpool.block import BlockLayout
 from kvpool.client import protocol
+from kvpool.client.life import reply_of_store
 from kvpool.client.staging import Batch, Server
 from kvpool.completion import Deadline
 from kvpool.errors import CorruptionError, TransferTimeoutError, UsageError
@@ -103,7 +104,9 @@ def cut(source: BlockView, first: int = 0, crcs: Crcs | None = None) -> Iterator
             )
 
 
-def send_stream(link: Server, batch: Batch, deadline: Deadline) -> protocol.StoreReply:
+def send_stream(
+    link: Server, batch: Batch, deadline: Deadline, silent_s: float
+) -> protocol.StoreReply:
     """Store one batch. Raises as ``Staging.send``."""
     timeout_s = deadline.remaining_s()
     if not timeout_s:
@@ -123,7 +126,8 @@ def send_stream(link: Server, batch: Batch, deadline: Deadline) -> protocol.Stor
         for payload in cut(batch.source):
             yield protocol.WriteRequest(payload=payload)
 
-    return link.caller.send(protocol.WRITE, requests(), timeout_s)
+    asked = link.caller.begin_send(protocol.WRITE, requests(), timeout_s)
+    return reply_of_store(link.caller, asked, silent_s)
 
 
 def join(messages: Iterable[protocol.Payload], dest: BlockView) -> int:

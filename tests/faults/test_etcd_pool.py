@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -15,7 +16,7 @@ import pytest
 
 from kvpool.cli.main import main
 from kvpool.client.cluster import ClusterPool
-from kvpool.client.connect import connect_ring
+from kvpool.client.connect import connect
 from kvpool.testing.blocks import Payload, namespace, payload, view_of
 from tests.etcd_process import EtcdProcess, free_port
 from tests.faults.pool_client import LAYOUT, PATIENT, WAIT_S
@@ -141,7 +142,7 @@ def test_the_pool_serves_whatever_becomes_of_etcd(etcd: EtcdProcess, servers: Se
     servers.start_all(NAMES)
     seeds = list(servers.addresses.values())
     numbers = itertools.count(1)
-    with closing(connect_ring(seeds, LAYOUT, WAIT_S, config=PATIENT)) as pool:
+    with closing(connect(seeds, LAYOUT, WAIT_S, config=PATIENT)) as pool:
 
         def during() -> None:
             for number in itertools.islice(numbers, 8):
@@ -161,6 +162,45 @@ def test_the_pool_serves_whatever_becomes_of_etcd(etcd: EtcdProcess, servers: Se
             _loads(pool, number)  # what is left is right, whatever left with c
 
 
+def test_every_lookup_is_answered_while_the_ring_changes(
+    servers: Servers, count: Callable[[int, int], int]
+) -> None:
+    """One server leaves and others join; what is on a server that stays is found all the time."""
+    servers.start_all(NAMES)
+    chains = range(1, 9)
+    with closing(connect([servers.addresses["a"]], LAYOUT, WAIT_S, config=PATIENT)) as pool:
+        assert all(_store(pool, number) == BLOCKS for number in chains)
+        wanted = [
+            pool.chain(namespace(LAYOUT, f"chain {number}"), _tokens(number)) for number in chains
+        ]
+        holder = pool.match(wanted[0]).pieces[0].stores[0].node
+        leaving = next(name for name in NAMES if name != holder)
+        changing = threading.Event()
+        asked: list[int] = []
+
+        def ask() -> None:
+            while not changing.is_set():
+                for chain in wanted:
+                    asked.append(pool.match(chain).blocks)
+
+        with ThreadPoolExecutor(1) as threads:
+            asking = threads.submit(ask)
+            try:
+                assert servers.running[leaving].stop() == 0
+                left = [name for name in NAMES if name != leaving]
+                until(lambda: servers.seen_by(holder) == left, "who left is gone")
+                servers.start("d")
+                until(lambda: servers.seen_by(holder) == [*left, "d"], "who came is there")
+                # Readers go by the ring with it a little later.
+                until(lambda: len(pool.nodes()) == 3, "the pool is connected to it")
+                seen = len(asked)
+                until(lambda: len(asked) > seen + count(200, 20_000), "look-ups go on")
+            finally:
+                changing.set()
+            asking.result(WAIT_S)
+        assert set(asked) == {BLOCKS}
+
+
 def test_all_join_that_start_at_once_and_what_they_take_stays_flat(
     servers: Servers, count: Callable[[int, int], int]
 ) -> None:
@@ -171,7 +211,7 @@ def test_all_join_that_start_at_once_and_what_they_take_stays_flat(
     with ExitStack() as stack, ThreadPoolExecutor(count(4, 64)) as threads:
 
         def connected(_: int) -> ClusterPool:
-            return connect_ring(seeds, LAYOUT, WAIT_S, config=PATIENT)
+            return connect(seeds, LAYOUT, WAIT_S, config=PATIENT)
 
         pools = list(threads.map(connected, range(count(4, 64))))
         for pool in pools:
