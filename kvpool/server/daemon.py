@@ -22,6 +22,7 @@ from kvpool.config import ServerConfig
 from kvpool.events import Event, EventSink, LogSink, TraceSink
 from kvpool.metrics import Metrics
 from kvpool.server.from_settings import Parts
+from kvpool.server.grpc_health import GrpcHealth
 from kvpool.server.http import Health, HttpServer
 from kvpool.server.node import Node
 from kvpool.server.run_dir import RunDir
@@ -102,14 +103,12 @@ async def serve(
             address = listen_address(kind, path, config.transfer)
             pool.addresses[kind] = transport.listen(address, pool.sessions.on_connect)
         ends.push_async_callback(_flush, pool, config.stop_timeout_s * _FLUSH_SHARE)
+        probes = GrpcHealth()
+        await probes.starting()
         local = Service(gate=tenancy.gate(parts.authenticator, local=True))
         others = Service(gate=tenancy.gate(parts.authenticator, local=False))
         for service in (local, others):
-            pool.serve(service)
-            if node is not None:
-                node.serve(service)
-            else:
-                service.add(protocol.MEMBERS, _nobody_else)
+            _add_all(service, probes, pool, node)
         ends.push_async_callback(local.stop, _GRACE_S)
         await local.start(f"unix:{run_dir.path / protocol.CONTROL_SOCKET}")
         if config.listen:
@@ -121,9 +120,20 @@ async def serve(
                 node.join(config.advertise or f"{host}:{port}")
                 ends.push_async_callback(node.leave, config.stop_timeout_s * _LEAVE_SHARE)
         health.not_ready = ""
+        await probes.ready()
         print(f"kvpool-server ready in {run_dir.path}", flush=True)
         await _run(config, pool, node, health, stopping)
         health.not_ready = "it is stopping"
+        await probes.stopping()
+
+
+def _add_all(service: Service, probes: GrpcHealth, pool: PoolService, node: Node | None) -> None:
+    probes.add(service)
+    pool.serve(service)
+    if node is not None:
+        node.serve(service)
+    else:
+        service.add(protocol.MEMBERS, _nobody_else)
 
 
 async def _run(

@@ -41,8 +41,8 @@ logger = logging.getLogger(__name__)
 
 # The one store of a node: its tiers together.
 STORE_NAME: Final = "pool"
-# Names of one announcement, 256 KiB.
-_NAMES_MAX: Final = 8192
+# Names of one announcement. Its taker's event loop, which answers look-ups, stands for some 25 ms.
+_NAMES_MAX: Final = 2048
 # Longest wait of one announcement.
 _ANNOUNCE_TIMEOUT_S: Final = 2.0
 # Longest that a store waits until other nodes know of it. Behind it they hear a little later.
