@@ -141,7 +141,7 @@ def test_a_read_waits_for_a_stopped_server_for_its_configured_bound_alone(
 def test_a_store_goes_on_elsewhere_when_its_server_stops(
     ring: RingOfServers, ways: tuple[str, ...]
 ) -> None:
-    config = replace(PATIENT, request_timeout_s=0.5, read_timeout_s=0.25, ways=ways)
+    config = replace(DEFAULT, request_timeout_s=0.5, ways=ways)
     with ring.connect(LAYOUT) as patient, ring.connect(LAYOUT, config) as pool:
         assert store(pool, 1).stored == BLOCKS
         with patient.lease(patient.match(chain(patient, 1)), WAIT_S) as lease:
