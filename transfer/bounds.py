@@ -8,10 +8,11 @@ Who calls it: the reads of every transport, and puts.
 """
 
 import math
+import operator
 from array import array
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Final
+from typing import Final, SupportsIndex, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -39,7 +40,10 @@ def numbers(values: Sequence[int], what: str) -> Numbers:
 
 def is_index(value: object, count: int) -> bool:
     """Say whether ``value`` is a whole number below ``count``."""
-    return isinstance(value, int | np.integer) and 0 <= int(value) < count
+    try:
+        return 0 <= operator.index(cast(SupportsIndex, value)) < count
+    except TypeError:
+        return False
 
 
 def require_deadline(deadline_s: float) -> None:

@@ -5,7 +5,8 @@ Owns what it says; the service itself is gRPC's own. Who calls it: the daemon.
 
 from typing import Any
 
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1.health import aio  # pyright: ignore[reportAttributeAccessIssue]
 
 from kvpool.client.rpc import Service
 
@@ -17,7 +18,7 @@ class GrpcHealth:
     """
 
     def __init__(self) -> None:
-        self._servicer: Any = health.aio.HealthServicer()
+        self._servicer: Any = aio.HealthServicer()
 
     def add(self, service: Service) -> None:
         """Serve it at one more gRPC service, before that starts."""

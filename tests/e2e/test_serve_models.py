@@ -79,4 +79,5 @@ def test_eight_at_once_cold_then_warm(served: Served) -> None:
             for answer, tokens in zip(answers, prompts(), strict=True):
                 details = answer["usage"]["prompt_tokens_details"]
                 assert details["cached_tokens"] == (len(tokens) - 1) // 16 * 16
-    assert served.process.wait_idle() == before
+        # What was computed may still be on its way into the pool when the last answer comes.
+        assert served.process.wait_idle() == before
