@@ -6,6 +6,7 @@ Who calls it: the remote pool.
 """
 
 import threading
+import time
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -15,7 +16,12 @@ from kvpool.client import protocol
 from kvpool.client.life import reply_of_store
 from kvpool.client.rpc import Caller
 from kvpool.completion import Deadline
-from kvpool.errors import ClosedError, PeerUnreachableError, TransferTimeoutError
+from kvpool.errors import (
+    CapacityError,
+    ClosedError,
+    PeerUnreachableError,
+    TransferTimeoutError,
+)
 from kvpool.memory import BlockView, copy_blocks
 from kvpool.transfer.base import Transport
 
@@ -24,6 +30,8 @@ _SLOTS_MAX: Final = 1024
 # How much longer than the server's own deadline a client waits for its answer. A server that is
 # silent for longer is treated as lost.
 _GRACE_S: Final = 1.0
+# How often a free slot is looked for while the transport lets go of the batch before.
+_SLOT_WAIT_S: Final = 0.001
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,14 +111,25 @@ class Staging:
             if self._stopped:
                 raise ClosedError("the pool was closed")
             try:
-                while len(slots) < len(batch.source):
-                    slots.append(self.arena.reserve())
+                self._reserve(slots, len(batch.source), deadline)
                 return self._send(link, batch, slots, deadline, silent_s)
             finally:
                 for slot in slots:
                     self.arena.release(slot)
         finally:
             self._turn.release()
+
+    def _reserve(self, slots: list[Slot], count: int, deadline: Deadline) -> None:
+        """Take slots into ``slots``. A transport may hold those of the batch before a moment longer."""
+        while len(slots) < count:
+            try:
+                slots.append(self.arena.reserve())
+            except CapacityError:
+                if deadline.passed():
+                    raise TransferTimeoutError(
+                        "the deadline of the store passed: no slot"
+                    ) from None
+                time.sleep(_SLOT_WAIT_S)
 
     def _send(
         self,

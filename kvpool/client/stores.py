@@ -171,8 +171,10 @@ class Stores:
                 reply = link.staging.send(link, batch, store.deadline, self._silent_s)
             else:
                 reply = send_stream(link, batch, store.deadline, self._silent_s)
-        except (PeerUnreachableError, ClosedError):
+        except (PeerUnreachableError, ClosedError) as error:
             self._keeper.lose(store.link)
+            if isinstance(error, PeerUnreachableError) and store.deadline.passed():
+                raise TransferTimeoutError(f"the deadline of the store passed: {error}") from error
             raise
         if reply.lease:
             store.holds.append(reply.lease)

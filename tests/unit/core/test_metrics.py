@@ -9,7 +9,17 @@ from kvpool.metrics import METRICS, WINGS, Metrics, render_table
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
 UNITS = {
-    "counter": ("blocks", "bytes", "peers", "stores", "passes", "tokens", "requests"),
+    "counter": (
+        "blocks",
+        "bytes",
+        "peers",
+        "stores",
+        "passes",
+        "tokens",
+        "requests",
+        "names",
+        "calls",
+    ),
     "gauge": ("count", "bytes"),
     "histogram": ("seconds", "bytes"),
 }
