@@ -125,6 +125,8 @@ class Staging:
             try:
                 slots.append(self.arena.reserve())
             except CapacityError:
+                if self._stopped:
+                    raise ClosedError("the pool was closed") from None
                 if deadline.passed():
                     raise TransferTimeoutError(
                         "the deadline of the store passed: no slot"

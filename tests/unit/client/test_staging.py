@@ -1,0 +1,87 @@
+"""A batch whose slots a transport still holds waits for them: until they come, its end, or the pool's."""
+
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+
+from kvpool.client.rpc import Caller
+from kvpool.client.staging import Batch, Staging
+from kvpool.completion import Deadline
+from kvpool.errors import ClosedError, KVPoolError, TransferTimeoutError
+from kvpool.testing.blocks import SMALL_LAYOUT, payload, view_of
+from kvpool.transfer.loopback import LoopbackNetwork, LoopbackTransport
+
+SLOTS = 2
+PATIENCE_S = 20.0
+BATCH = Batch(
+    hashes=bytes(32 * SLOTS),
+    ancestors=b"",
+    source=view_of(SMALL_LAYOUT, payload(SMALL_LAYOUT, SLOTS, seed=1)),
+    hold_s=0.0,
+)
+
+
+class _Asked(Exception):
+    """The batch has its slots and went to the server."""
+
+
+class _Nobody:
+    """A server that shows that it was asked."""
+
+    client = b"nobody"
+
+    @property
+    def caller(self) -> Caller:
+        raise _Asked
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def staging() -> Iterator[Staging]:
+    with ExitStack() as stack:
+        transport = stack.enter_context(LoopbackTransport(LoopbackNetwork()))
+        staging = Staging(SMALL_LAYOUT, SLOTS * SMALL_LAYOUT.block_bytes, transport)
+        stack.callback(staging.close)
+        yield staging
+
+
+def test_no_slot_until_the_deadline(staging: Staging) -> None:
+    held = staging.arena.reserve()
+    with pytest.raises(TransferTimeoutError, match="no slot"):
+        staging.send(_Nobody(), BATCH, Deadline(0.05), 1.0)
+    staging.arena.release(held)
+    assert staging.arena.counts().free == SLOTS
+
+
+def test_stop_ends_the_wait(staging: Staging) -> None:
+    held = staging.arena.reserve()
+    ends: list[KVPoolError] = []
+
+    def send() -> None:
+        try:
+            staging.send(_Nobody(), BATCH, Deadline(10 * PATIENCE_S), 1.0)
+        except KVPoolError as error:
+            ends.append(error)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    begun = Deadline(PATIENCE_S)
+    while staging.arena.counts().free and not begun.passed():
+        thread.join(0.001)
+    staging.stop()
+    thread.join(PATIENCE_S)
+    assert [type(error) for error in ends] == [ClosedError]
+    staging.arena.release(held)
+    assert staging.arena.counts().free == SLOTS
+
+
+def test_a_slot_that_comes_back_is_taken(staging: Staging) -> None:
+    held = staging.arena.reserve()
+    threading.Timer(0.01, staging.arena.release, [held]).start()
+    with pytest.raises(_Asked):
+        staging.send(_Nobody(), BATCH, Deadline(PATIENCE_S), 1.0)
+    assert staging.arena.counts().free == SLOTS
