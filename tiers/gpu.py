@@ -38,7 +38,8 @@ class GpuTier(SlotTier):
     Args:
         layout: Shape of a block. ``k_dim`` and ``v_dim`` are equal.
         slot_count: How many slots.
-        device: A torch device. Only ``"cpu"`` for now: no CUDA path has been run on a card.
+        device: A torch device, ``"cpu"`` or ``"cuda"``. Blocks of a card go in and out through a
+            ``GpuMover``: their addresses are not the host's, and ``view`` refuses.
         policy: Who goes first when room is needed; None means least recently used.
         clock, events: Components; None means the machine's clock, and no events.
 
@@ -71,8 +72,9 @@ class GpuTier(SlotTier):
             )
         if layout.dtype not in _TORCH_DTYPES:
             raise UsageError(f"the gpu tier holds {sorted(_TORCH_DTYPES)}, not {layout.dtype!r}")
-        if torch.device(device).type != "cpu":
-            raise UsageError(f"device {device!r}: the gpu tier runs on 'cpu' only in this version")
+        kind = torch.device(device).type
+        if kind not in ("cpu", "cuda") or (kind == "cuda" and not torch.cuda.is_available()):
+            raise UsageError(f"device {device!r}: torch has no such device here; use 'cpu'")
         if slot_count <= 0:
             raise UsageError(f"a tier of {slot_count} slots: it needs at least one")
         self.slot_count = slot_count
@@ -94,6 +96,10 @@ class GpuTier(SlotTier):
     def _describe(self, slots: Slots, writable: bool) -> BlockView:
         """Describe slots by the tensor's own strides, in bytes."""
         arena, layout = self.arena, self.layout
+        if arena.device.type != "cpu":
+            raise UsageError(
+                f"blocks on {arena.device} have no address on the host: move them with a GpuMover"
+            )
         size = DTYPE_BYTES[layout.dtype]
         layer, kv, head, slot, token, _ = (count * size for count in arena.stride())
         return BlockView(

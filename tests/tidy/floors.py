@@ -50,7 +50,7 @@ FACADE = "kvpool"
 FACADE_SEES = 2
 
 # Only these modules import torch. `import kvpool` loads none of the heavy ones.
-TORCH_USERS = ("kvpool.integration", "kvpool.tiers.gpu")
+TORCH_USERS = ("kvpool.integration", "kvpool.tiers.gpu", "kvpool.tiers.gpu_mover")
 HEAVY = ("torch", "grpc", "lmdb", "transformers")
 
 
