@@ -90,6 +90,15 @@ class BlockEvicted(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DiskUsed(Event):
+    """One call at the disk has ended, well or not: a read, or a durable write, of some blocks."""
+
+    operation: str
+    blocks: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PeerLost(Event):
     """A peer process is gone; what it held was released or quarantined."""
 

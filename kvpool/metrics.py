@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from kvpool.errors import UsageError
 from kvpool.events import (
     BlockEvicted,
+    DiskUsed,
     Event,
     ForwardRan,
     LayerComputed,
@@ -29,6 +30,7 @@ Kind = Literal["counter", "gauge", "histogram"]
 
 TIERS: Final = ("gpu", "dram", "ssd", "other")
 SLOT_STATES: Final = ("free", "reserved", "ready", "quarantined")
+MISS_REASONS: Final = ("absent", "mismatch", "corrupt", "failed", "late")
 METHODS: Final = (
     *("hello", "configure", "match", "lease", "report", "release", "store", "stats"),
     *("tiers", "evict", "verify", "write", "members", "lookup", "announce"),
@@ -79,10 +81,19 @@ METRICS: Final = (
     ),
     _metric(
         "counter",
-        "kvpool_tiers_evicted_blocks_total",
-        "Blocks that left a tier: to make room, or because a checksum differed.",
+        "kvpool_tiers_missed_blocks_total",
+        "Blocks asked for and not given, by why: not there, there with other tokens, damaged (also "
+        "those found damaged by a check), not given by the disk, or not by the deadline.",
         tier=TIERS,
-        reason=("capacity", "corrupt", "other"),
+        reason=MISS_REASONS,
+    ),
+    _metric(
+        "counter",
+        "kvpool_tiers_evicted_blocks_total",
+        "Blocks that left a tier: to make room, because a checksum differed, or because they are no "
+        "longer valid.",
+        tier=TIERS,
+        reason=("capacity", "corrupt", "invalid", "other"),
     ),
     _metric("counter", "kvpool_tiers_evicted_bytes_total", "Their bytes.", tier=TIERS),
     _metric("gauge", "kvpool_tiers_backlog_bytes", "Blocks that wait to be written to the SSD."),
@@ -99,6 +110,30 @@ METRICS: Final = (
         "Blocks that were asked for and on the SSD alone: brought up, left because they would have "
         "come too late, or not given by the deadline.",
         outcome=("promoted", "refused", "failed"),
+    ),
+    _metric(
+        "counter",
+        "kvpool_tiers_failed_write_blocks_total",
+        "Blocks that the SSD did not take, or not by the deadline.",
+        reason=("failed", "late"),
+    ),
+    _metric(
+        "gauge",
+        "kvpool_tiers_late_call_count",
+        "Calls at the SSD that the kernel still holds after their deadline; their memory is out of use.",
+    ),
+    _metric(
+        "gauge",
+        "kvpool_tiers_recovered_block_count",
+        "Blocks that the SSD's folder held when it was opened: whole ones, and those lost because "
+        "their write was cut off, or their header is damaged.",
+        state=("whole", "torn", "damaged"),
+    ),
+    _metric(
+        "histogram",
+        "kvpool_tiers_disk_seconds",
+        "Time of one call at the SSD: a read of some blocks, or a durable write of some.",
+        operation=("read", "write", "other"),
     ),
     _metric(
         "histogram",
@@ -231,6 +266,7 @@ _WING_OF: Final[Mapping[type[Event], str]] = {
     LayerRead: "transfer",
     PeerLost: "transfer",
     BlockEvicted: "tiers",
+    DiskUsed: "tiers",
     RequestResumed: "conductor",
 }
 
@@ -325,6 +361,10 @@ class Metrics:
             tier = self._known(name, "tier", event.tier)
             self.count(name, tier=tier, reason=self._known(name, "reason", event.reason))
             self.count("kvpool_tiers_evicted_bytes_total", event.size_bytes, tier=tier)
+        elif isinstance(event, DiskUsed):
+            name = "kvpool_tiers_disk_seconds"
+            operation = self._known(name, "operation", event.operation)
+            self.observe(name, event.seconds, operation=operation)
         elif isinstance(event, RequestResumed):
             self.count("kvpool_conductor_resumed_requests_total")
         elif isinstance(event, PeerLost):

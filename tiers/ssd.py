@@ -9,7 +9,8 @@ and ``read``; whoever uses a tier alone, through the contract, in staging memory
 import contextlib
 import logging
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -28,7 +29,7 @@ from kvpool.errors import (
     UnavailableError,
     UsageError,
 )
-from kvpool.events import BlockEvicted, EventSink, NullSink
+from kvpool.events import BlockEvicted, DiskUsed, EventSink, NullSink
 from kvpool.memory import BlockView, Crcs
 from kvpool.tiers.base import Tier, TierStats
 from kvpool.tiers.ledger import Ledger, chained, count_of, own_parent
@@ -190,7 +191,7 @@ class SsdTier(Tier):
         deadline = Deadline(deadline_s)
         device = self._open()
         blocks = Incoming(keys, chained(keys, parent), source, crcs, tokens)
-        with self._writer.turn(device, deadline):
+        with self._writer.turn(device, deadline), self._timed("write", count):
             return self._writer.write(device, blocks, deadline)
 
     def read(
@@ -227,7 +228,8 @@ class SsdTier(Tier):
         keys, _, _ = self._ledger.names(run)
         if tokens is not None:
             self._require_rows(run, tokens.values)
-        outcome, crcs = device.read(run, keys, dest, deadline_s, tokens)
+        with self._timed("read", len(run)):
+            outcome, crcs = device.read(run, keys, dest, deadline_s, tokens)
         self._take_note(run, keys, outcome)
         good = outcome.leading()
         return good, crcs[:good]
@@ -482,6 +484,16 @@ class SsdTier(Tier):
         if device is None:
             raise ClosedError("the tier is closed", tier=self.name)
         return device
+
+    @contextlib.contextmanager
+    def _timed(self, operation: str, blocks: int) -> Generator[None, None, None]:
+        """Tell how long a call at the disk took, however it ends."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            seconds = time.perf_counter() - began
+            self._events.emit(DiskUsed(operation=operation, blocks=blocks, seconds=seconds))
 
     def _require_rows(self, slots: Slots, tokens: NDArray[np.uint32]) -> None:
         if tokens.shape != (len(slots), self.layout.block_tokens):

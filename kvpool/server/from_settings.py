@@ -4,15 +4,14 @@ Owns the rules that concern several settings at once, such as: nobody listens be
 TLS and somebody to let in. Opens no port. Who calls it: the server's main.
 """
 
-import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import grpc
 
 from kvpool.block import NodeId
-from kvpool.client.rpc import ClientAccess
+from kvpool.client.access import ClientAccess, is_loopback
 from kvpool.client.secret_file import read_secret
 from kvpool.config import PoolConfig, ServerConfig, SsdConfig, TransferConfig
 from kvpool.errors import ConfigError, UsageError
@@ -71,16 +70,6 @@ def split_address(text: str, key: str) -> tuple[str, int]:
     return bare, int(port)
 
 
-def is_loopback(host: str) -> bool:
-    """Say whether an address reaches this host alone."""
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
 def _check_listen(settings: FileSettings) -> None:
     listen = settings.listen
     if (not listen.certificate_file) != (not listen.key_file):
@@ -119,10 +108,17 @@ def _config(settings: FileSettings, run_dir: Path) -> ServerConfig:
     ssd = pool.ssd
     if ssd.folder and not ssd.capacity:
         raise ConfigError("pool.ssd.folder is set: set pool.ssd.capacity", key="pool.ssd.capacity")
+    if pool.numa_node < -1:
+        raise ConfigError(
+            f"pool.numa_node is {pool.numa_node}: name a node, see numactl --hardware, or leave it out",
+            key="pool.numa_node",
+        )
     return ServerConfig(
         run_dir=run_dir,
         pool=PoolConfig(
             dram_bytes=int(pool.dram),
+            numa_node=None if pool.numa_node == -1 else pool.numa_node,
+            locked=pool.locked,
             ssd=None
             if not ssd.folder
             else SsdConfig(
@@ -259,16 +255,18 @@ def _access(settings: FileSettings) -> ClientAccess:
             "servers of this ring speak TLS: set access.server_ca_file, to call the others",
             key="access.server_ca_file",
         )
-    if not ca:
-        return ClientAccess(token=token)
-    return ClientAccess(
-        token=token,
-        ca=_pem(ca, "access.server_ca_file"),
-        certificate=_pem(listen.certificate_file, "listen.certificate_file")
-        if listen.certificate_file
-        else b"",
-        key=_pem(listen.key_file, "listen.key_file") if listen.key_file else b"",
-    )
+    made = ClientAccess(token=token, insecure=access.insecure)
+    if ca:
+        made = replace(made, ca=_pem(ca, "access.server_ca_file"))
+        if listen.certificate_file:
+            chain = _pem(listen.certificate_file, "listen.certificate_file")
+            made = replace(made, certificate=chain, key=_pem(listen.key_file, "listen.key_file"))
+    for one in settings.ring.members:
+        try:
+            made.require_safe(one.address)
+        except UsageError as error:
+            raise ConfigError(str(error), key="access.server_ca_file") from error
+    return made
 
 
 def read_private(path: Path, key: str) -> None:

@@ -79,6 +79,12 @@ class PoolSettings(Section, frozen=True, kw_only=True):
     dram: Annotated[
         Size, msgspec.Meta(description="Size of the DRAM tier, taken with the first client")
     ] = Size(1 << 30)
+    numa_node: Annotated[
+        int, msgspec.Meta(description="NUMA node that it lies on; -1: where the server runs")
+    ] = -1
+    locked: Annotated[
+        bool, msgspec.Meta(description="Keep it out of swap; needs the right to lock so much")
+    ] = False
     lease_seconds_max: Annotated[float, msgspec.Meta(description="Longest lease")] = 300.0
     lease_bytes_max: Annotated[
         Size, msgspec.Meta(description="Bytes that one client may hold leased at once")
@@ -217,6 +223,13 @@ class AccessSettings(Section, frozen=True, kw_only=True):
         str,
         msgspec.Meta(description="Authorities that sign servers' certificates, to call others"),
     ] = ""
+    insecure: Annotated[
+        bool,
+        msgspec.Meta(
+            description="Show server_token_file's token to other hosts without TLS, where nobody "
+            "else can listen"
+        ),
+    ] = False
 
 
 class TenantSettings(Section, frozen=True, kw_only=True):

@@ -87,6 +87,7 @@ def test_the_metrics_tell_of_every_tier(run_dir: Path, tmp_path: Path) -> None:
         ]
         wanted.append(f'kvpool_tiers_flush_blocks_total{{outcome="flushed"}} {blocks}.0')
         wanted.append("kvpool_tiers_backlog_bytes 0.0")
+        wanted.append('kvpool_tiers_missed_blocks_total{reason="mismatch",tier="dram"} 0.0')
         until(lambda: all(line in shown() for line in wanted), "the counts of both tiers")
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 
 from kvpool.errors import ConfigError
+from kvpool.server.from_settings import parts_of
 from kvpool.server.settings import FileSettings
 from kvpool.server.settings_file import parse_settings, read_settings, render_file, render_table
 
@@ -78,3 +79,14 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     path.write_text("[pool]\ndram = 'x'")
     with pytest.raises(ConfigError, match=r"bad\.toml: line 2: pool\.dram"):
         read_settings(path)
+
+
+def test_where_the_memory_lies_is_the_pools_to_know(tmp_path: Path) -> None:
+    """What the file says of the DRAM tier's memory arrives at the pool; nothing said is nothing chosen."""
+    said = parse_settings("[pool]\nnuma_node = 0\nlocked = true")
+    for settings, node, locked in ((said, 0, True), (FileSettings(), None, False)):
+        pool = parts_of(settings, tmp_path).config.pool
+        assert (pool.numa_node, pool.locked) == (node, locked)
+    with pytest.raises(ConfigError, match="numactl --hardware") as caught:
+        parts_of(parse_settings("[pool]\nnuma_node = -2"), tmp_path)
+    assert caught.value.key == "pool.numa_node"
