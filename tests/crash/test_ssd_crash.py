@@ -99,8 +99,9 @@ def read(tier: SsdTier, first: int, count: int) -> int:
     return good
 
 
-def test_killed_at_any_point(tmp_path: Path, count: Count) -> None:
-    for seed in range(count(4, 200)):
+@pytest.mark.parametrize("quarter", range(4))
+def test_killed_at_any_point(quarter: int, tmp_path: Path, count: Count) -> None:
+    for seed in range(quarter, count(4, 200), 4):
         folder, slots = tmp_path / str(seed), TIGHT if seed % 2 else ROOMY
         check(folder, slots, run_until_killed(folder, seed, slots))
 
@@ -125,8 +126,9 @@ def lose_power(folder: Path, library: Path, seed: int, slots: int, **more: str) 
     return acks
 
 
-def test_power_cut_at_any_point(tmp_path: Path, library: Path, count: Count) -> None:
-    for seed in range(1000, 1000 + count(4, 160)):
+@pytest.mark.parametrize("quarter", range(4))
+def test_power_cut_at_any_point(quarter: int, tmp_path: Path, library: Path, count: Count) -> None:
+    for seed in range(1000 + quarter, 1000 + count(4, 160), 4):
         folder, slots = tmp_path / str(seed), TIGHT if seed % 2 else ROOMY
         check(folder, slots, lose_power(folder, library, seed, slots))
 
