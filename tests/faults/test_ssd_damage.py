@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpool.errors import CorruptionError
+from kvpool.errors import CorruptionError, UnavailableError
 from kvpool.testing.blocks import SMALL_LAYOUT, key, payload, view_of
 from kvpool.tiers.ssd import SsdTier
 from kvpool.tiers.ssd_format import slot_bytes
@@ -258,6 +258,32 @@ def test_a_damaged_superblock(folder: Path) -> None:
         open_tier(folder)
     with pytest.raises(CorruptionError, match="remove the folder"):
         checked(folder)
+
+
+def test_any_flipped_bit_of_the_superblock(tmp_path: Path, count: Count) -> None:
+    """One copy is damaged, the other one serves: fsck says which, and mends it."""
+    with open_tier(tmp_path) as tier:
+        assert tier.write(KEYS, None, view_of(SMALL_LAYOUT, BLOCKS), deadline_s=60) == SLOTS
+    bits = random.Random(4).sample(range(8 * 8192), count(8, 2000))
+    for bit in bits:
+        flip(tmp_path / "store.kvp", bit)
+        report = checked(tmp_path)
+        assert kinds(report) == {"superblock"}, bit
+        assert f"copy {bit // 8 // 4096} " in report.findings[0].meaning, bit
+        assert served(tmp_path) == (set(range(SLOTS)), 0), bit
+        # Opened and closed twice, so both copies were written anew.
+        with open_tier(tmp_path):
+            assert checked_is_refused(tmp_path)
+        assert checked(tmp_path).findings == (), bit
+
+
+def checked_is_refused(folder: Path) -> bool:
+    """Say whether a store that is open cannot be checked."""
+    try:
+        checked(folder)
+    except UnavailableError:
+        return True
+    return False
 
 
 def test_damaged_intents_are_no_intents(folder: Path) -> None:

@@ -50,10 +50,10 @@ def assert_at_rest(tier: DramTier, ready: int) -> None:
     assert (stats.ready, stats.free) == (ready, stats.slots - ready)
 
 
-def test_scans_of_a_tenth_more_than_the_room(tier: DramTier) -> None:
+def test_scans_of_a_tenth_more_than_the_room(tier: DramTier, count: Count) -> None:
     """Each block is looked up, and stored if it is not there, in a circle."""
-    found = 0
-    for turn in range(10 * SLOTS):
+    found, turns = 0, count(10, 2000) * SLOTS
+    for turn in range(turns):
         number = turn % (SLOTS + SLOTS // 10)
         slots = tier.pin(key(number))
         if slots:
@@ -63,10 +63,12 @@ def test_scans_of_a_tenth_more_than_the_room(tier: DramTier) -> None:
         else:
             assert write(tier, key(number), block(number))
     assert_at_rest(tier, ready=SLOTS)
-    assert tier.stats().evictions == 10 * SLOTS - found - SLOTS
+    assert tier.stats().evictions == turns - found - SLOTS
 
 
-def test_scans_of_a_tenth_more_than_dram_are_served_by_the_ssd(tmp_path: Path) -> None:
+def test_scans_of_a_tenth_more_than_dram_are_served_by_the_ssd(
+    tmp_path: Path, count: Count
+) -> None:
     blocks = 16
     ssd = SsdConfig(folder=tmp_path, capacity_bytes=4 << 20, promote_timeout_s=WAIT_S)
     config = PoolConfig(dram_bytes=blocks * SLOT_BYTES, ssd=ssd)
@@ -80,7 +82,7 @@ def test_scans_of_a_tenth_more_than_dram_are_served_by_the_ssd(tmp_path: Path) -
             source = view_of(SMALL_LAYOUT, block(number))
             pool.store(chain, source, deadline_s=WAIT_S).wait(WAIT_S)
             assert pool.tier.flusher.wait_idle(WAIT_S)
-        for _ in range(3):
+        for _ in range(count(3, 200)):
             for number, chain in enumerate(chains):
                 out = np.zeros((1, SMALL_LAYOUT.block_bytes), dtype=np.uint8)
                 with pool.lease(pool.match(chain), WAIT_S) as lease:
@@ -89,23 +91,26 @@ def test_scans_of_a_tenth_more_than_dram_are_served_by_the_ssd(tmp_path: Path) -
                 np.testing.assert_array_equal(out, block(number))
 
 
-def test_everything_pinned_refuses_and_recovers(tier: DramTier) -> None:
+def test_everything_pinned_refuses_and_recovers(tier: DramTier, count: Count) -> None:
     for number in range(SLOTS):
         write(tier, key(number), block(number))
-    pins = [tier.pin(key(number)) for number in range(SLOTS)]
-    for number in range(SLOTS, 2 * SLOTS):
-        with pytest.raises(CapacityError):
-            write(tier, key(number), block(number))
-    assert len(tier.reserve_run(5)) == 0
-    assert tier.evict(SLOTS) == 0
-    for slots in pins:
-        tier.unpin(slots)
-    for number in range(SLOTS, 2 * SLOTS):
-        assert write(tier, key(number), block(number))
-    assert_at_rest(tier, ready=SLOTS)
+    for first in range(0, count(1, 500) * SLOTS, SLOTS):
+        next_ones = range(first + SLOTS, first + 2 * SLOTS)
+        here = tier.keys()
+        pins = [tier.pin(here[at : at + 32]) for at in range(0, len(here), 32)]
+        for number in next_ones:
+            with pytest.raises(CapacityError):
+                write(tier, key(number), block(number))
+        assert len(tier.reserve_run(5)) == 0
+        assert tier.evict(SLOTS) == 0
+        for slots in pins:
+            tier.unpin(slots)
+        for number in next_ones:
+            assert write(tier, key(number), block(number))
+        assert_at_rest(tier, ready=SLOTS)
 
 
-def test_one_writer_and_many_readers_of_one_block(tier: DramTier) -> None:
+def test_one_writer_and_many_readers_of_one_block(tier: DramTier, count: Count) -> None:
     """The block is dropped and stored anew all the time; a reader sees it whole or not at all."""
     stop = threading.Event()
     seen = [0] * 8
@@ -122,7 +127,7 @@ def test_one_writer_and_many_readers_of_one_block(tier: DramTier) -> None:
         running = [threads.submit(reads, reader) for reader in range(len(seen))]
         try:
             turns = 0
-            while turns < 200 or not all(seen):
+            while turns < count(200, 20_000) or not all(seen):
                 assert turns < 1_000_000 and not any(one.done() for one in running)
                 write(tier, key(0), block(0))
                 tier.drop(key(0), "invalid")
@@ -137,7 +142,7 @@ def test_one_writer_and_many_readers_of_one_block(tier: DramTier) -> None:
     assert_at_rest(tier, ready=0)
 
 
-def test_512_threads() -> None:
+def test_512_threads(count: Count) -> None:
     """Each stores and loads prompts that others store, too, in a pool that holds a part of them."""
     with Pool.open(SMALL_LAYOUT, PoolConfig(dram_bytes=64 * SLOT_BYTES)) as pool:
         tokens = range(2 * SMALL_LAYOUT.block_tokens)
@@ -156,12 +161,12 @@ def test_512_threads() -> None:
             return good
 
         with ThreadPoolExecutor(512) as threads:
-            assert sum(threads.map(work, range(512))) > 0
+            assert sum(threads.map(work, range(count(512, 512 * 40)))) > 0
         stats = pool.stats()
         assert (stats.reserved, stats.quarantined, stats.leases) == (0, 0, 0)
 
 
-def test_probing_all_blocks_while_writing_keeps_nothing_alive() -> None:
+def test_probing_all_blocks_while_writing_keeps_nothing_alive(count: Count) -> None:
     """A match is not a use: blocks go in the order in which they came, whoever looks at them."""
     stop = threading.Event()
     with open_tier() as tier:
@@ -177,9 +182,10 @@ def test_probing_all_blocks_while_writing_keeps_nothing_alive() -> None:
         thread.start()
         try:
             number = 0
-            while number < 3 * SLOTS or probes[0] < 10:
+            while number < count(3, 500) * SLOTS or probes[0] < 10:
                 write(tier, key(number), block(number % SLOTS))
-                here = [one for one in range(number + 1) if tier.match(key(one))]
+                first = max(0, number - 4 * SLOTS)  # those before are long gone
+                here = [one for one in range(first, number + 1) if tier.match(key(one))]
                 assert here == list(range(max(0, number + 1 - SLOTS), number + 1))
                 number += 1
         finally:
@@ -188,9 +194,9 @@ def test_probing_all_blocks_while_writing_keeps_nothing_alive() -> None:
         assert tier.stats().hits == tier.stats().misses == 0
 
 
-def test_fragments_whose_parents_are_elsewhere(tier: DramTier) -> None:
+def test_fragments_whose_parents_are_elsewhere(tier: DramTier, count: Count) -> None:
     """Every other block of long chains, over and over: they are found, they go, nothing piles up."""
-    for turn in range(20):
+    for turn in range(count(20, 1000)):
         for number in range(1, 2 * SLOTS, 2):
             name, parent = key(1000 * turn + number), key(1000 * turn + number - 1)
             assert write(tier, name, block(number), parent)
