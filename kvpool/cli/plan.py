@@ -13,6 +13,7 @@ import msgspec
 from kvpool.block import DTYPE_BYTES, BlockLayout
 from kvpool.config import parse_size
 from kvpool.errors import UsageError
+from kvpool.tiers.ssd_format import slot_bytes
 
 DESCRIPTION: Final = (
     "Say how many bytes a token's KV takes, how many blocks a GiB holds, what fits."
@@ -58,6 +59,10 @@ class Plan:
     def blocks(self, size_bytes: int) -> int:
         """Return how many blocks a DRAM arena of so many bytes holds: slots are whole pages."""
         return size_bytes // (-(-self.layout.block_bytes // _SLOT_ALIGN_BYTES) * _SLOT_ALIGN_BYTES)
+
+    def ssd_blocks(self, size_bytes: int) -> int:
+        """Return how many blocks an SSD tier of so many bytes holds: each has a header there."""
+        return size_bytes // slot_bytes(self.layout)
 
 
 def plan_of(folder: Path, block_tokens: int, dtype: str = "") -> Plan:
@@ -123,9 +128,9 @@ def run(arguments: argparse.Namespace) -> int:
     }
     if plan.context_tokens:
         found["longest_prompt_bytes"] = plan.context_tokens * plan.token_bytes
-    for tier in ("dram", "ssd"):
+    for tier, fitting in (("dram", plan.blocks), ("ssd", plan.ssd_blocks)):
         if size := getattr(arguments, tier):
-            blocks = plan.blocks(parse_size(size, key=f"--{tier}"))
+            blocks = fitting(parse_size(size, key=f"--{tier}"))
             found[f"{tier}_blocks"] = blocks
             found[f"{tier}_tokens"] = blocks * layout.block_tokens
     if arguments.json:
