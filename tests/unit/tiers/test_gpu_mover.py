@@ -4,6 +4,8 @@ Everything runs on torch's CPU device, and again on a card where there is one.
 """
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +17,12 @@ from kvpool.errors import LayoutMismatchError, TransferTimeoutError, UsageError
 from kvpool.memory import Span, copy_blocks
 from kvpool.testing.blocks import SMALL_LAYOUT, key, payload, read, view_of
 from kvpool.tiers.dram import DramTier
+from kvpool.tiers.flusher import FlushLimits
 from kvpool.tiers.gpu import GpuTier
 from kvpool.tiers.gpu_mover import GpuMover
+from kvpool.tiers.ssd import SsdTier
+from kvpool.tiers.stack import StackTier
+from tests.conftest import Count
 
 LAYOUT = SMALL_LAYOUT
 BLOCKS = 11
@@ -163,6 +169,64 @@ def test_a_tier_without_room_takes_what_it_can(full: DramTier) -> None:
         np.testing.assert_array_equal(read(below, pinned), PAYLOADS[:3])
         below.unpin(pinned)
         assert_at_rest(gpu, below, full)
+
+
+def test_what_is_on_a_disk_alone_comes_up_to_the_device(gpu: GpuTier, tmp_path: Path) -> None:
+    """Down from the device to DRAM and the SSD, out of DRAM, and up again through both."""
+    size = BLOCKS * LAYOUT.block_bytes
+    limits = FlushLimits(
+        bytes_s=0,
+        batch_bytes=size,
+        timeout_s=WAIT_S,
+        backlog_bytes_max=size,
+        high_bytes=size,
+        low_bytes=size,
+    )
+    disk = SsdTier(tmp_path, LAYOUT, 2 * BLOCKS, threads=2, timeout_s=WAIT_S)
+    with StackTier(empty(), disk, limits, durable_bytes_max=size) as stack, empty() as source:
+        mover = GpuMover(gpu, ring_blocks=RING)
+        room = source.reserve_run(BLOCKS)
+        source.note_tokens(room, TOKENS)
+        crcs = copy_blocks(source.view(room, writable=True), view_of(LAYOUT, PAYLOADS))
+        source.settle_run(room)
+        source.commit_run(room, KEYS, None, crcs)
+        assert mover.promote(KEYS, None, source, deadline_s=WAIT_S) == BLOCKS
+        assert mover.demote(KEYS, None, stack, deadline_s=WAIT_S) == BLOCKS
+        assert stack.flusher.wait_idle(WAIT_S)
+        assert (stack.evict(BLOCKS), gpu.evict(BLOCKS)) == (BLOCKS, BLOCKS)
+        assert mover.promote(KEYS, None, stack, deadline_s=WAIT_S) == BLOCKS
+        slots = gpu.pin(KEYS)
+        assert gpu.same_tokens(slots, TOKENS) == BLOCKS
+        gpu.unpin(slots)
+        with empty() as below:
+            assert mover.demote(KEYS, None, below, deadline_s=WAIT_S) == BLOCKS
+            np.testing.assert_array_equal(read(below, below.pin(KEYS)), PAYLOADS)
+
+
+def test_threads_that_move_at_the_same_time_see_only_right_bytes(
+    gpu: GpuTier, full: DramTier, count: Count
+) -> None:
+    """One ring for all of them: moves go one after another, whoever evicts in between."""
+    mover = GpuMover(gpu, ring_blocks=RING)
+
+    def work(thread: int) -> None:
+        for turn in range(count(5, 500)):
+            first = (3 * thread + turn) % BLOCKS
+            keys = KEYS[32 * first :]
+            parent = key(first - 1) if first else None
+            mover.promote(keys, parent, full, deadline_s=WAIT_S)
+            with empty() as below:
+                good = mover.demote(keys, parent, below, deadline_s=WAIT_S)
+                slots = below.pin(keys)
+                assert len(slots) == good
+                np.testing.assert_array_equal(read(below, slots), PAYLOADS[first : first + good])
+            gpu.evict(2)
+
+    with ThreadPoolExecutor(4) as threads:
+        for _ in threads.map(work, range(4)):
+            pass
+    assert (gpu.stats().corruptions, full.stats().corruptions) == (0, 0)
+    assert_at_rest(gpu, full)
 
 
 def test_what_does_not_fit_is_refused(full: DramTier) -> None:
