@@ -2,8 +2,8 @@
 
 A transport connects two processes; an endpoint is one connection. Bytes are *pulled* by their
 receiver where both share a host, and small notifications travel both ways. Nobody ever writes into
-another process's arena through this contract. Every implementation and wrapper passes
-``kvpool.testing.transport_suite``.
+another process's arena through this contract: a write asks the arena's owner to take the bytes.
+Every implementation and wrapper passes ``kvpool.testing.transport_suite``.
 """
 
 from abc import ABC, abstractmethod
@@ -52,6 +52,23 @@ class RemoteSlots:
     region: int
     slots: tuple[int, ...]
     generations: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotSpan:
+    """Flat bytes inside one slot of a registered region, in one life of the slot.
+
+    Attributes:
+        region: Number of the region at its owner.
+        slot, generation: Which slot, and the life it must be in.
+        offset, size: Bytes of the slot.
+    """
+
+    region: int
+    slot: int
+    generation: int
+    offset: int
+    size: int
 
 
 class Endpoint(ABC):
@@ -122,6 +139,40 @@ class Endpoint(ABC):
         """
 
     @abstractmethod
+    def write_spans(
+        self, pairs: Sequence[tuple[SlotSpan, SlotSpan]], deadline_s: float, note: bytes = b""
+    ) -> Completion[int]:
+        """Bring flat bytes into slots of the peer's: each (span here, span of the same size there).
+
+        The owner of the memory moves the bytes: it is asked to, and pulls them from here by the way
+        that reads take, into slots that it holds reserved in just these lives, of regions that it
+        registered as ``writable``. Until they have come it keeps the slots from other use.
+
+        Args:
+            pairs: At most SPANS_MAX. What is written from is a ready slot of a region that is
+                registered here; it stays in its life until the completion is done. No byte over
+                there is named twice.
+            deadline_s: Seconds from now.
+            note: Handed to the peer's ``on_notification`` once every byte is in its place; at most
+                NOTIFICATION_BYTES_MAX. Empty: none.
+
+        Returns:
+            A completion of the bytes written; all, in place and the note on its way to its
+            callback, or a typed error, and then the slots there hold any part of them:
+            LeaseExpiredError (a slot here or there is in another life, or not reserved),
+            CapacityError (the peer has too much to do, or a slot is being written already),
+            UsageError (the peer's region is not writable). A cancel ends it when the peer has
+            stopped pulling, or at the deadline. After TransferTimeoutError the peer may pull yet, and
+            refuses other writes into those slots until it does not.
+
+        Raises:
+            UsageError: As ``read_spans``; a region that is not registered here, or not known to be
+                the peer's; spans of different sizes. Raised before anything moves.
+            CapacityError: Too many writes are under way.
+            ClosedError: The endpoint is closed.
+        """
+
+    @abstractmethod
     def notify(self, payload: bytes) -> bool:
         """Send a small message, after everything this thread wrote before. Never blocks.
 
@@ -173,11 +224,17 @@ class Transport(ABC):
     incarnation: Incarnation
 
     @abstractmethod
-    def register(self, arena: Arena) -> RegionDescriptor:
+    def register(self, arena: Arena, *, writable: bool = False) -> RegionDescriptor:
         """Let peers read the READY slots of an arena, from now until the transport is closed.
 
         At any time: peers that are connected already are told of the new region. The memory stays
         until both the arena and the transport are closed.
+
+        Args:
+            arena: Of this transport's incarnation.
+            writable: Whether peers may have bytes brought into its reserved slots, too. Whoever
+                reserved a slot and told a peer of it commits it when the peer's note has come, and
+                not before; a slot that is released meanwhile is quarantined until nothing moves.
 
         Raises:
             UsageError: Too many regions, or an arena of another incarnation than the transport's.

@@ -4,7 +4,7 @@ Owns the checks of numbers that C walks without looking: addresses, strides, slo
 before anything moves and raise UsageError, so that a wrong argument ends its own call and nothing
 else. Whether an address is mapped is not checked: the system would have to be asked for each span.
 What a view or a span is said to lie in (its ``owner``) is checked where the owner says its size.
-Who calls it: the reads of every transport, and puts.
+Who calls it: the reads and writes of every transport, and puts.
 """
 
 import math
@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from kvpool.block import BlockLayout
 from kvpool.errors import UsageError
 from kvpool.memory import BlockIds, BlockView, Held
-from kvpool.transfer.base import SPANS_MAX
+from kvpool.transfer.base import SPANS_MAX, SlotSpan
+from kvpool.transfer.write_wire import ROW, Rows
 
 Numbers = NDArray[np.uint64]
 
@@ -88,6 +89,59 @@ def require_puts(table: Numbers, room: int) -> None:
     if bool((local > np.uint64(ADDRESS_END - 1) - size).any()):
         raise UsageError("a span of the batch passes the end of the address space")
     require_apart(offset, size, "spans in the peer's inbox")
+
+
+def require_writes(
+    pairs: Sequence[tuple[SlotSpan, SlotSpan]],
+    ours: Sequence[tuple[int, int]],
+    theirs: Sequence[tuple[int, int]],
+) -> Rows:
+    """Return spans to write as rows; raise UsageError unless they can be written so.
+
+    Args:
+        pairs: As for ``Endpoint.write_spans``.
+        ours: Slot count and slot bytes of each region that is registered here.
+        theirs: The same of each that the peer has told of.
+    """
+    if not 0 < len(pairs) <= SPANS_MAX:
+        raise UsageError(f"a batch of {len(pairs)} spans: 1 to {SPANS_MAX}")
+    flat: list[int] = []
+    for here, there in pairs:
+        flat += (here.region, here.slot, here.generation, here.offset)
+        flat += (there.region, there.slot, there.generation, there.offset, there.size, here.size)
+    what = "regions, slots, generations, offsets and sizes of spans"
+    table = numbers(flat, what).reshape(-1, 10)
+    if bool((table[:, 8] != table[:, 9]).any()):
+        raise UsageError("a span is written to one of another size")
+    _require_in_slots(table[:, [0, 1, 3, 8]], ours, "of this process (register its memory)")
+    _require_in_slots(table[:, [4, 5, 7, 8]], theirs, "that the peer has told of (wait_region)")
+    # By region, slot and offset: what overlaps lies side by side.
+    dest = table[np.lexsort((table[:, 7], table[:, 5], table[:, 4]))]
+    same_slot = (dest[:-1, 4:6] == dest[1:, 4:6]).all(axis=1)
+    if bool((same_slot & (dest[:-1, 7] + dest[:-1, 8] > dest[1:, 7])).any()):
+        raise UsageError(
+            "destinations of the batch: two overlap, and the bytes of one would be lost"
+        )
+    rows = np.empty(len(table), dtype=ROW)
+    for name, column in zip(ROW.names or (), table.T, strict=False):
+        rows[name] = column
+    return rows
+
+
+def _require_in_slots(table: Numbers, regions: Sequence[tuple[int, int]], whose: str) -> None:
+    """Raise UsageError unless each row (region, slot, offset, size) is inside a slot of ``regions``."""
+    region, slot, offset, size = table.T
+    unknown = region >= len(regions)
+    if bool(unknown.any()):
+        raise UsageError(f"region {region[int(unknown.argmax())]} is no region {whose}")
+    slot_count, slot_bytes = np.array(regions, dtype=np.uint64)[region].T
+    wrong = (slot >= slot_count) | (size == 0) | (size > slot_bytes) | (offset > slot_bytes - size)
+    if bool(wrong.any()):
+        at = int(wrong.argmax())
+        raise UsageError(
+            f"span {at}, {size[at]} bytes at {offset[at]} of slot {slot[at]}, is empty or leaves the"
+            f" slot's {slot_bytes[at]} bytes or the region's {slot_count[at]} slots"
+        )
 
 
 def require_room(view: BlockView) -> None:

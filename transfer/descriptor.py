@@ -13,9 +13,10 @@ from kvpool.arena import Arena
 from kvpool.block import INCARNATION_BYTES
 from kvpool.errors import CorruptionError, FormatVersionError
 from kvpool.transfer.endpoint import REGIONS_MAX
+from kvpool.transfer.write_wire import WriteMessage
 
 PROTOCOL_MAGIC: Final = "kvpool-host"
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 # Largest message: a hello with 64 regions is under 3 KiB.
 MESSAGE_BYTES_MAX: Final = 16384
 
@@ -55,9 +56,12 @@ class Refusal(msgspec.Struct, frozen=True, kw_only=True, tag="refusal"):
     reason: Annotated[str, msgspec.Meta(max_length=512)]
 
 
-Message = Hello | RegionOffer | Refusal
+Message = Hello | RegionOffer | Refusal | WriteMessage
 
-_decoder: Final = msgspec.msgpack.Decoder(Message)
+# Those of a connection's beginning are maps, those of writes are arrays: the first byte says which.
+_decoder: Final = msgspec.msgpack.Decoder(Hello | RegionOffer | Refusal)
+_write_decoder: Final = msgspec.msgpack.Decoder(WriteMessage)
+_ARRAYS: Final = range(0x90, 0xA0)
 
 
 def encode(message: Message) -> bytes:
@@ -75,7 +79,10 @@ def decode(payload: bytes) -> Message:
     if len(payload) > MESSAGE_BYTES_MAX:
         raise CorruptionError(f"a message of more than {MESSAGE_BYTES_MAX} bytes")
     try:
-        message: Message = _decoder.decode(payload)
+        if payload[:1] and payload[0] in _ARRAYS:
+            said: WriteMessage = _write_decoder.decode(payload)
+            return said
+        message: Hello | RegionOffer | Refusal = _decoder.decode(payload)
     except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
         raise CorruptionError(f"the peer sent no valid message: {error}") from error
     if isinstance(message, Hello):

@@ -1,4 +1,4 @@
-"""The part of an endpoint that transports share: reads, regions, callbacks, and being lost.
+"""The part of an endpoint that transports share: reads, writes, regions, callbacks, being lost.
 
 Owns the state of one connection and its lock. How notifications travel and how a loss is seen is
 its subclass's. Who calls it: the host and loopback transports.
@@ -7,6 +7,7 @@ its subclass's. Who calls it: the host and loopback transports.
 import logging
 import threading
 from abc import abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -14,6 +15,7 @@ from kvpool.arena import Window
 from kvpool.block import BlockLayout, Incarnation
 from kvpool.completion import Completion
 from kvpool.errors import (
+    CapacityError,
     ClosedError,
     CorruptionError,
     KVPoolError,
@@ -26,16 +28,22 @@ from kvpool.transfer.base import (
     Endpoint,
     RegionDescriptor,
     RemoteSlots,
+    SlotSpan,
 )
-from kvpool.transfer.bounds import is_index
+from kvpool.transfer.bounds import is_index, require_writes
 from kvpool.transfer.engine import CopyEngine
 from kvpool.transfer.forked import in_child
 from kvpool.transfer.pull import BlockPull, SpanPull
+from kvpool.transfer.registered import Registered
+from kvpool.transfer.write_wire import Note, Part, Took, WriteMessage
+from kvpool.transfer.writes import Takes, Writes
 
 logger = logging.getLogger(__name__)
 
 # Regions that one process may register with one transport.
 REGIONS_MAX: Final = 64
+# Notes of writes that wait for a callback to be set.
+NOTES_MAX: Final = 1024
 # Longest that closing an endpoint waits for copies that have begun, each a fraction of a ms.
 CLOSE_TIMEOUT_S: Final = 5.0
 
@@ -52,8 +60,12 @@ class LinkedEndpoint(Endpoint):
     One condition guards the state; callbacks run outside it.
     """
 
-    def __init__(self, peer: Incarnation) -> None:
+    def __init__(self, peer: Incarnation, ours: Registered) -> None:
         self.peer = peer
+        self._ours = ours
+        self._writes = Writes(self)
+        self._takes = Takes(self, ours)
+        self._arrived: deque[bytes] = deque()  # notes of writes that wait for the callback
         self._changed = threading.Condition()
         self._regions: list[RegionDescriptor] = []
         self._lost: KVPoolError | None = None
@@ -75,11 +87,53 @@ class LinkedEndpoint(Endpoint):
             self._require_alive()
             return self._regions[region]
 
+    def write_spans(
+        self, pairs: Sequence[tuple[SlotSpan, SlotSpan]], deadline_s: float, note: bytes = b""
+    ) -> Completion[int]:
+        """Have the peer pull flat bytes into its slots."""
+        if note:
+            require_notification(note)
+        with self._changed:
+            self._require_alive()
+            theirs = [(region.slot_count, region.slot_bytes) for region in self._regions]
+        rows = require_writes(pairs, self._ours.geometries(), theirs)
+        return self._writes.submit(rows, note, deadline_s)
+
+    def take_write(self, message: WriteMessage) -> None:
+        """Take what the peer says of writes. On the progress thread. Raises CorruptionError."""
+        if self._lost is not None:
+            return
+        if isinstance(message, Part):
+            self._takes.part(message)
+        elif isinstance(message, Note):
+            self._takes.note(message)
+        elif isinstance(message, Took):
+            self._writes.take(message)
+        else:
+            self._takes.drop(message)
+
+    def take_note(self, payload: bytes) -> None:
+        """Hand the note of a write to the callback, or keep it. Raises CapacityError."""
+        with self._changed:
+            if len(self._arrived) >= NOTES_MAX:
+                raise CapacityError("nobody takes the notifications of this endpoint")
+            self._arrived.append(payload)
+        self._deliver_arrived()
+
+    def _deliver_arrived(self) -> None:
+        """Hand notes of writes to the callback. On the progress thread."""
+        while self._arrived and (callback := self._on_notification) is not None:
+            try:
+                callback(self._arrived.popleft())
+            except Exception:
+                logger.exception("a notification callback failed")
+
     def on_notification(self, callback: Callable[[bytes], None]) -> None:
         """Set who gets the peer's messages from now on."""
         with self._changed:
             self._on_notification = callback
         self._deliver_soon()
+        self.post(self._deliver_arrived)
 
     def on_lost(self, callback: Callable[[Endpoint], None]) -> None:
         """Call back once at the end of this endpoint."""
@@ -105,6 +159,7 @@ class LinkedEndpoint(Endpoint):
             callbacks, self._on_lost = self._on_lost, []
             self._changed.notify_all()
         self._end_reads(error)
+        self._writes.refuse(error)
         for callback in callbacks:
             try:
                 callback(self)
@@ -118,6 +173,7 @@ class LinkedEndpoint(Endpoint):
         self._changed = threading.Condition()
         self._lost = in_child()
         self._on_lost = []
+        self._writes.after_fork()
 
     def _require_alive(self) -> None:
         """Raise what ended this endpoint. Under the condition."""
@@ -133,6 +189,18 @@ class LinkedEndpoint(Endpoint):
         self._regions.append(region)
         self._changed.notify_all()
         return True
+
+    @abstractmethod
+    def say_write(self, message: WriteMessage) -> None:
+        """Tell the peer of a write, in order. On the progress thread; lost with the peer."""
+
+    @abstractmethod
+    def post(self, call: Callable[[], None]) -> bool:
+        """Run ``call`` soon on the progress thread. False if that has ended."""
+
+    @abstractmethod
+    def call_later(self, seconds: float, call: Callable[[], None]) -> None:
+        """Run ``call`` on the progress thread after ``seconds``. On that thread."""
 
     @abstractmethod
     def _end_reads(self, error: KVPoolError) -> None:
@@ -153,8 +221,8 @@ class PullEndpoint(LinkedEndpoint):
     A window stays mapped until the endpoint is lost and the last copy out of it has ended.
     """
 
-    def __init__(self, peer: Incarnation, engine: CopyEngine) -> None:
-        super().__init__(peer)
+    def __init__(self, peer: Incarnation, engine: CopyEngine, ours: Registered) -> None:
+        super().__init__(peer, ours)
         self._engine = engine
         self._windows: list[Window] = []
 

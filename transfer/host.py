@@ -47,6 +47,7 @@ from kvpool.transfer.forked import close_in_children
 from kvpool.transfer.host_endpoint import HostEndpoint
 from kvpool.transfer.mailbox import RECORD_COUNT, Mailbox
 from kvpool.transfer.progress import ProgressLoop
+from kvpool.transfer.registered import Registered
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ class HostTransport(Transport):
         self.incarnation = incarnation or new_incarnation()
         self._lock = threading.Lock()
         self._regions: list[tuple[RegionOffer, int]] = []
+        self._registered = Registered()
         self._endpoints: set[HostEndpoint] = set()
         self._listener: socket.socket | None = None
         self._address: tuple[str, int] | None = None
@@ -88,7 +90,7 @@ class HostTransport(Transport):
         self._loop = ProgressLoop(f"{name}-progress")
         close_in_children(self)
 
-    def register(self, arena: Arena) -> RegionDescriptor:
+    def register(self, arena: Arena, *, writable: bool = False) -> RegionDescriptor:
         """Let peers map an arena, those that come and those that are connected."""
         if arena.incarnation != self.incarnation:
             raise UsageError("open the arena with the transport's incarnation")
@@ -99,6 +101,7 @@ class HostTransport(Transport):
                 raise UsageError(f"{REGIONS_MAX} regions are registered: share one arena")
             # Our own descriptor: the arena may be closed before the transport.
             self._regions.append((RegionOffer.of(number, arena), os.dup(arena.fd)))
+            self._registered.add(arena, writable)
         self._loop.post(self._tell_regions)
         return RegionDescriptor(
             self.incarnation, number, arena.slot_count, arena.layout.block_bytes
@@ -160,6 +163,7 @@ class HostTransport(Transport):
         """Be closed in a child; see ``forked``. The peers stay the parent's."""
         self._lock = threading.Lock()
         self._closed = True
+        self._registered.after_fork()
         for endpoint in list(self._endpoints):
             endpoint.after_fork()
         self._engine.after_fork()
@@ -240,7 +244,15 @@ class HostTransport(Transport):
         peer = Incarnation(hello.incarnation)
         mailbox.attach(fds[0], peer)
         endpoint = HostEndpoint(
-            peer, pid, self._engine, self._loop, sock, mailbox, told, self._forget
+            peer,
+            pid,
+            self._engine,
+            self._loop,
+            sock,
+            mailbox,
+            told,
+            self._registered,
+            self._forget,
         )
         try:
             for offer, fd in zip(hello.regions, fds[1:], strict=True):

@@ -12,6 +12,7 @@ import os
 import selectors
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -24,6 +25,8 @@ from kvpool.transfer.endpoint import CLOSE_TIMEOUT_S, PullEndpoint, require_noti
 from kvpool.transfer.engine import CopyEngine
 from kvpool.transfer.mailbox import RECORD_COUNT, Mailbox
 from kvpool.transfer.progress import ProgressLoop
+from kvpool.transfer.registered import Registered
+from kvpool.transfer.write_wire import WriteMessage
 
 logger = logging.getLogger(__name__)
 
@@ -31,6 +34,9 @@ _WAKE: Final = b"\0"
 # Packets and notifications of one peer that are taken before another peer has its turn.
 _PACKETS_PER_TURN: Final = 64
 _RECORDS_PER_TURN: Final = 256
+# Packets of writes that wait for room in the socket, and when they are tried again.
+UNSENT_MAX: Final = 4096
+_RETRY_S: Final = 0.001
 
 
 class HostEndpoint(PullEndpoint):
@@ -43,6 +49,7 @@ class HostEndpoint(PullEndpoint):
         sock: Connected, after the handshake.
         mailbox: Attached to the peer's.
         told: Regions of ours that the handshake told of.
+        ours: What the transport has registered.
         on_released: Called once at the end.
     """
 
@@ -55,10 +62,11 @@ class HostEndpoint(PullEndpoint):
         sock: socket.socket,
         mailbox: Mailbox,
         told: int,
+        ours: Registered,
         on_released: Callable[["HostEndpoint"], None],
     ) -> None:
         self._pidfd = handshake.open_pidfd(pid)
-        super().__init__(peer, engine)
+        super().__init__(peer, engine, ours)
         self.pid = pid
         self._loop = loop
         self._socket = sock
@@ -67,7 +75,8 @@ class HostEndpoint(PullEndpoint):
         self._on_released = on_released
         self._send_lock = threading.Lock()  # no send on a socket that is being closed
         self._torn_down = False
-        self._ours: Sequence[tuple[RegionOffer, int]] = ()
+        self._offers: Sequence[tuple[RegionOffer, int]] = ()
+        self._unsent: deque[bytes] = deque()  # of writes; the loop's thread alone
         sock.setblocking(False)
 
     def start(self) -> None:
@@ -81,7 +90,7 @@ class HostEndpoint(PullEndpoint):
 
     def tell_regions(self, ours: Sequence[tuple[RegionOffer, int]]) -> None:
         """Tell the peer of regions it has not been told of. On the loop's thread."""
-        self._ours = ours
+        self._offers = ours
         try:
             while not self._torn_down and self._told < len(ours):
                 offer, fd = ours[self._told]
@@ -116,6 +125,37 @@ class HostEndpoint(PullEndpoint):
             raise PeerUnreachableError(f"process {self.pid} is gone: {error}") from error
         return True
 
+    def say_write(self, message: WriteMessage) -> None:
+        """Send a packet, behind those that found no room."""
+        self._unsent.append(encode(message))
+        if len(self._unsent) == 1:
+            self._send_unsent()
+        elif len(self._unsent) > UNSENT_MAX:
+            self._lose("it does not read what it asked for")
+
+    def _send_unsent(self) -> None:
+        """Send what waits, now or soon; a region is told of before what names it."""
+        try:
+            while self._unsent and not self._torn_down and self._told >= len(self._offers):
+                with self._send_lock:
+                    self._socket.send(self._unsent[0], socket.MSG_NOSIGNAL)
+                self._unsent.popleft()
+        except BlockingIOError:
+            pass
+        except OSError as error:
+            self._unsent.clear()
+            self._lose(f"it closed the connection: {error}")
+        if self._unsent and not self._torn_down:
+            self._loop.call_later(_RETRY_S, self._send_unsent)
+
+    def post(self, call: Callable[[], None]) -> bool:
+        """Run ``call`` on the loop."""
+        return self._loop.post(call)
+
+    def call_later(self, seconds: float, call: Callable[[], None]) -> None:
+        """Run ``call`` on the loop, later."""
+        self._loop.call_later(seconds, call)
+
     def close(self) -> None:
         """End the connection; everything is given back when this returns."""
         super().close()
@@ -128,7 +168,7 @@ class HostEndpoint(PullEndpoint):
 
     def _on_socket_writable(self) -> None:
         self._loop.watch(self._socket.fileno(), selectors.EVENT_READ, self._on_socket)
-        self.tell_regions(self._ours)
+        self.tell_regions(self._offers)
         if not self._torn_down:
             self._on_socket()
 
@@ -156,6 +196,9 @@ class HostEndpoint(PullEndpoint):
         if payload == _WAKE and not fds:
             return
         message = decode(payload)
+        if isinstance(message, WriteMessage) and not fds:
+            self.take_write(message)
+            return
         if not isinstance(message, RegionOffer) or len(fds) != 1:
             raise CorruptionError("the peer sent a message that has no place here")
         region = RegionDescriptor(self.peer, message.region, message.slot_count, message.slot_bytes)

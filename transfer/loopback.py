@@ -24,6 +24,8 @@ from kvpool.transfer.base import Endpoint, RegionDescriptor, Transport
 from kvpool.transfer.endpoint import REGIONS_MAX, PullEndpoint, require_notification
 from kvpool.transfer.engine import CopyEngine
 from kvpool.transfer.progress import ProgressLoop
+from kvpool.transfer.registered import Registered
+from kvpool.transfer.write_wire import WriteMessage
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,7 @@ class LoopbackEndpoint(PullEndpoint):
     """One side of a pair. See ``Endpoint``."""
 
     def __init__(self, transport: "LoopbackTransport", peer: Incarnation) -> None:
-        super().__init__(peer, transport.engine)
+        super().__init__(peer, transport.engine, transport.registered)
         self._transport = transport
         self._inbox: deque[bytes] = deque()
         self._inbox_lock = threading.Lock()
@@ -67,6 +69,19 @@ class LoopbackEndpoint(PullEndpoint):
         if first:
             self._deliver_soon()
         return True
+
+    def say_write(self, message: WriteMessage) -> None:
+        """Hand the message to the other side's thread."""
+        if (twin := self.twin) is not None:
+            twin.post(lambda: twin.take_write(message))
+
+    def post(self, call: Callable[[], None]) -> bool:
+        """Run ``call`` on the transport's loop."""
+        return self._transport.loop.post(call)
+
+    def call_later(self, seconds: float, call: Callable[[], None]) -> None:
+        """Run ``call`` on the transport's loop, later."""
+        self._transport.loop.call_later(seconds, call)
 
     def _deliver_soon(self) -> None:
         self._transport.loop.post(self._deliver)
@@ -108,12 +123,13 @@ class LoopbackTransport(Transport):
         self.network = network
         self.engine = CopyEngine("kvpool-loopback-copy", threads=copy_threads)
         self.loop = ProgressLoop("kvpool-loopback-progress")
+        self.registered = Registered()
         self._regions: list[tuple[RegionDescriptor, int]] = []
         self._endpoints: set[LoopbackEndpoint] = set()
         self._on_connect: Callable[[Endpoint], None] | None = None
         self._closed = False
 
-    def register(self, arena: Arena) -> RegionDescriptor:
+    def register(self, arena: Arena, *, writable: bool = False) -> RegionDescriptor:
         """Let the peers map an arena."""
         if arena.incarnation != self.incarnation:
             raise UsageError("open the arena with the transport's incarnation")
@@ -127,6 +143,7 @@ class LoopbackTransport(Transport):
             )
             fd = os.dup(arena.fd)  # our own: the arena may be closed before the transport
             self._regions.append((region, fd))
+            self.registered.add(arena, writable)
             for endpoint in self._endpoints:
                 if endpoint.twin is not None:
                     endpoint.twin.add_region(region, fd)

@@ -28,6 +28,7 @@ from kvpool.transfer.base import Endpoint, RegionDescriptor, Transport
 from kvpool.transfer.calls import weakly
 from kvpool.transfer.endpoint import CLOSE_TIMEOUT_S, REGIONS_MAX
 from kvpool.transfer.forked import close_in_children
+from kvpool.transfer.registered import Registered
 from kvpool.transfer.ucx_connection import UcxConnection
 from kvpool.transfer.ucx_endpoint import UcxEndpoint
 from kvpool.transfer.ucx_engine import UcxEngine
@@ -160,6 +161,7 @@ class UcxTransport(Transport):
         self._inbox = _reserve(self._part * endpoint_max)
         self._lock = threading.Lock()
         self._regions: list[Offer] = []
+        self._registered = Registered()
         self._endpoints: set[UcxEndpoint] = set()
         self._on_connect: Callable[[Endpoint], None] | None = None
         self._closed = False
@@ -184,7 +186,7 @@ class UcxTransport(Transport):
         self._engine.call_later(_LOOK_S, weakly(self._look_at_puts))
         close_in_children(self)
 
-    def register(self, arena: Arena) -> RegionDescriptor:
+    def register(self, arena: Arena, *, writable: bool = False) -> RegionDescriptor:
         """Let peers ask for the slots of an arena, those that come and those that are connected."""
         if arena.incarnation != self.incarnation:
             raise UsageError("open the arena with the transport's incarnation")
@@ -197,6 +199,7 @@ class UcxTransport(Transport):
             self._regions.append(
                 Offer(number, arena.slot_count, layout.block_bytes, layout.crc_count)
             )
+            self._registered.add(arena, writable)
         self._engine.post(self._tell_regions)
         return RegionDescriptor(self.incarnation, number, arena.slot_count, layout.block_bytes)
 
@@ -328,6 +331,7 @@ class UcxTransport(Transport):
         """Be closed in a child; see ``forked``. The peers stay the parent's."""
         self._lock = threading.Lock()
         self._closed = True
+        self._registered.after_fork()
         for endpoint in list(self._endpoints):
             endpoint.after_fork()
 
@@ -372,6 +376,7 @@ class UcxTransport(Transport):
         endpoint = UcxEndpoint(
             connection,
             self._engine,
+            self._registered,
             on_welcome=on_welcome,
             on_drained=self._forget,
         )

@@ -1,4 +1,4 @@
-"""One endpoint over UCX: notifications and reads, made of notes and puts.
+"""One endpoint over UCX: notifications, reads and writes, made of notes and puts.
 
 Owns what the two sides say to each other on one connection, and its end. Reads are the engine's
 (``ucx_reads``). Who calls it: ``transfer/ucx.py``, on whose engine's thread everything here runs that
@@ -6,7 +6,6 @@ is not an operation of a caller.
 """
 
 import logging
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -20,23 +19,22 @@ from kvpool.errors import (
     KVPoolError,
     PeerUnreachableError,
     TransferTimeoutError,
-    UsageError,
 )
 from kvpool.memory import BlockView, Crcs, Span
-from kvpool.transfer.base import RegionDescriptor, RemoteSlots
-from kvpool.transfer.bounds import is_index
+from kvpool.transfer.base import RemoteSlots
 from kvpool.transfer.calls import weakly
-from kvpool.transfer.endpoint import CLOSE_TIMEOUT_S, LinkedEndpoint, require_notification
+from kvpool.transfer.endpoint import CLOSE_TIMEOUT_S, require_notification
+from kvpool.transfer.registered import Registered
+from kvpool.transfer.remote_endpoint import BYE_TIMEOUT_S, RemoteEndpoint
 from kvpool.transfer.ucx_connection import UcxConnection
 from kvpool.transfer.ucx_engine import UcxEngine
-from kvpool.transfer.ucx_reads import PeerRegion, Reads, block_job, span_job
+from kvpool.transfer.ucx_reads import Reads, block_job, span_job
 from kvpool.transfer.ucx_wire import (
     PROTOCOL_VERSION,
     PUT_TIMEOUT_S,
     Bye,
     Message,
     Offer,
-    Taken,
     Welcome,
     decode,
     encode,
@@ -45,22 +43,21 @@ from kvpool.transfer.ucx_wire import (
 
 logger = logging.getLogger(__name__)
 
-# Notifications that may wait for a callback at a receiver; it says so after each quarter.
-NOTIFICATIONS_MAX: Final = 1024
 # A peer that has connected says within this time what it has.
 WELCOME_TIMEOUT_S: Final = 5.0
-# A peer that is told of the end takes the last words and ends it; after this long we do.
-_BYE_TIMEOUT_S: Final = 0.5
+# Messages that may wait for a peer to read: what it is told unasked, and its answers.
+BACKLOG_MAX: Final = 4096
 # When a message that found no room is tried again.
 _RETRY_S: Final = 0.001
 
 
-class UcxEndpoint(LinkedEndpoint):
+class UcxEndpoint(RemoteEndpoint):
     """See ``Endpoint``. Made on the engine's thread when a connection opens.
 
     Args:
         connection: Open. The endpoint takes its notes and its end over.
         engine: Of the connection.
+        ours: What the transport has registered.
         on_welcome: Called once, when the peer has told of its regions.
         on_drained: Called once at the end, when nobody writes into the inbox part any more.
     """
@@ -69,27 +66,19 @@ class UcxEndpoint(LinkedEndpoint):
         self,
         connection: UcxConnection,
         engine: UcxEngine,
+        ours: Registered,
         *,
         on_welcome: Callable[["UcxEndpoint"], None],
         on_drained: Callable[["UcxEndpoint"], None],
     ) -> None:
-        super().__init__(connection.peer)
+        super().__init__(connection.peer, ours)
         assert connection.inbox is not None
         self.connection = connection
         self._engine = engine
-        self._peer_regions: list[PeerRegion] = []
         self._on_welcome = on_welcome
         self._on_drained = on_drained
         self._welcomed = False
-        self._drained = threading.Event()
-        # Guards what follows, and the order of what is sent. After ``_changed``, before the engine's.
-        self._send_lock = threading.Lock()
-        self._backlog: deque[bytes] = deque()
-        self._told = 0  # regions of ours
-        self._sent = self._sent_taken = 0  # notifications, and how many of them the peer handed on
-        # The engine's thread alone: notifications that wait for the callback, and those handed on.
-        self._notes: deque[bytes] = deque()
-        self._taken = 0
+        self._backlog: deque[bytes] = deque()  # under the send lock
         self._reads = Reads(engine, connection.id, self.lose)
 
     def start(self, ours: Sequence[Offer]) -> None:
@@ -152,7 +141,7 @@ class UcxEndpoint(LinkedEndpoint):
         with self._changed:
             self._require_alive()
         with self._send_lock:
-            if self._backlog or self._sent - self._sent_taken >= NOTIFICATIONS_MAX:
+            if self._backlog or self._full():
                 return False
             try:
                 self.connection.put((), PUT_TIMEOUT_S, frame(payload))
@@ -164,10 +153,16 @@ class UcxEndpoint(LinkedEndpoint):
     def after_fork(self) -> None:
         """Be ended in a child; see ``forked``. Its locks and its reads are the parent's."""
         super().after_fork()
-        self._send_lock = threading.Lock()
         self._backlog.clear()
         self._reads.after_fork()
-        self._drained.set()
+
+    def post(self, call: Callable[[], None]) -> bool:
+        """Run ``call`` on the engine's thread."""
+        return self._engine.post(call)
+
+    def call_later(self, seconds: float, call: Callable[[], None]) -> None:
+        """Run ``call`` on the engine's thread, later."""
+        self._engine.call_later(seconds, call)
 
     def close(self) -> None:
         """End the connection: last words first, then nobody writes here any more."""
@@ -193,6 +188,9 @@ class UcxEndpoint(LinkedEndpoint):
         """Send a message now, or as soon as there is room. Lost with the peer."""
         with self._send_lock:
             self._queue(encode(message))
+            waiting = len(self._backlog)
+        if waiting > BACKLOG_MAX:
+            self._break("it does not read what it asked for")
 
     def _queue(self, note: bytes) -> None:
         """Send a note behind those that wait. With the lock held."""
@@ -225,32 +223,16 @@ class UcxEndpoint(LinkedEndpoint):
             return
         try:
             message = decode(note)
-            if isinstance(message, bytes):
+            if isinstance(message, Welcome):
+                self._greeted()
+            elif isinstance(message, bytes):
+                if not self._welcomed:
+                    raise CorruptionError("the peer sent a notification before its welcome")
                 self._notified(message)
             else:
-                self._said(message)
+                self._told_of(message)
         except KVPoolError as error:
             self._break(str(error))
-
-    def _said(self, message: Message) -> None:
-        if isinstance(message, Offer):
-            self._offered(message)
-        elif isinstance(message, Welcome):
-            self._greeted()
-        elif isinstance(message, Taken):
-            with self._send_lock:
-                sound = self._sent_taken <= message.count <= self._sent
-                self._sent_taken = message.count if sound else self._sent_taken
-            if not sound:
-                raise CorruptionError("the peer took more notifications than were sent")
-        else:
-            self.lose(PeerUnreachableError("the other side closed the connection"))
-
-    def _offered(self, offer: Offer) -> None:
-        descriptor = RegionDescriptor(self.peer, offer.region, offer.slot_count, offer.slot_bytes)
-        with self._changed:
-            if self._add_region(descriptor):
-                self._peer_regions.append(PeerRegion(descriptor, offer.crc_count))
 
     def _greeted(self) -> None:
         with self._changed:
@@ -264,33 +246,7 @@ class UcxEndpoint(LinkedEndpoint):
         if not self._welcomed:
             self._break(f"no welcome within {WELCOME_TIMEOUT_S} s")
 
-    def _notified(self, payload: bytes) -> None:
-        if len(self._notes) >= NOTIFICATIONS_MAX or not self._welcomed:
-            raise CorruptionError("the peer sent a notification that it might not send yet")
-        self._notes.append(payload)
-        self._deliver()
-
-    def _deliver_soon(self) -> None:
-        self._engine.post(self._deliver)
-
-    def _deliver(self) -> None:
-        while self._notes and (callback := self._on_notification) is not None:
-            if isinstance(self._lost, ClosedError):
-                return
-            payload = self._notes.popleft()
-            try:
-                callback(payload)
-            except Exception:
-                logger.exception("a notification callback failed")
-            self._taken += 1
-            if self._taken % (NOTIFICATIONS_MAX // 4) == 0:
-                self._say(Taken(self._taken))
-
     # ---- the end ---------------------------------------------------------------------------------
-
-    def _break(self, reason: str) -> None:
-        if self.lose(PeerUnreachableError(f"the connection was ended: {reason}")):
-            logger.warning("closing an endpoint: %s", reason)
 
     def _end_reads(self, error: KVPoolError) -> None:
         self._reads.end(error)
@@ -298,7 +254,7 @@ class UcxEndpoint(LinkedEndpoint):
     def _release(self) -> None:
         if isinstance(self._lost, ClosedError) and self.connection.alive():
             self._say(Bye())
-            self._engine.call_later(_BYE_TIMEOUT_S, weakly(self.connection.close))
+            self._engine.call_later(BYE_TIMEOUT_S, weakly(self.connection.close))
         else:
             self.connection.close()
 
@@ -310,10 +266,3 @@ class UcxEndpoint(LinkedEndpoint):
             logger.error("copies of a lost endpoint have not ended in %s s", CLOSE_TIMEOUT_S)
         self._on_drained(self)
         self._drained.set()
-
-    def _region(self, region: int) -> PeerRegion:
-        with self._changed:
-            self._require_alive()
-            if not is_index(region, len(self._peer_regions)):
-                raise UsageError(f"the peer has told of no region {region}: see wait_region")
-            return self._peer_regions[region]

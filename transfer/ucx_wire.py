@@ -1,4 +1,4 @@
-"""What two UCX endpoints tell each other, as notes: notifications and regions.
+"""What two UCX endpoints tell each other, as notes: notifications, regions, writes.
 
 Owns the messages and their limits. Asks and answers of reads are the C engine's own
 (``native/src/ucx_wire.h``). Every field of a peer is validated here or where it is used. Who
@@ -12,8 +12,9 @@ import msgspec
 from kvpool.errors import CorruptionError, FormatVersionError
 from kvpool.transfer.endpoint import REGIONS_MAX
 from kvpool.transfer.ucx_connection import NOTE_BYTES_MAX
+from kvpool.transfer.write_wire import WriteMessage
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 # Windows of an inbox, and so asks that may be unanswered on one connection (KVP_ASKS_MAX).
 ASKS_MAX: Final = 8
 # A put or note that has not ended after this long closes the connection: the peer does not read.
@@ -54,7 +55,7 @@ class Bye(msgspec.Struct, frozen=True, array_like=True, tag="bye"):
     """Either side: the connection is closed; nothing follows."""
 
 
-Message = Offer | Welcome | Taken | Bye
+Message = Offer | Welcome | Taken | Bye | WriteMessage
 
 _decoder: Final = msgspec.msgpack.Decoder(Message)
 _encoder: Final = msgspec.msgpack.Encoder()

@@ -33,6 +33,7 @@ from kvpool.transfer.base import Endpoint, RegionDescriptor, Transport
 from kvpool.transfer.calls import weakly
 from kvpool.transfer.endpoint import CLOSE_TIMEOUT_S, REGIONS_MAX
 from kvpool.transfer.forked import close_in_children
+from kvpool.transfer.registered import Registered
 from kvpool.transfer.ucx import format_address, parse_address
 from kvpool.transfer.ucx_wire import Offer
 from kvpool.transfer.ucxpy_endpoint import UcxxEndpoint
@@ -170,6 +171,7 @@ class UcxxTransport(Transport):
         self._window_bytes = window_bytes
         self._lock = threading.Lock()
         self._regions: list[tuple[Offer, Window, BlockLayout]] = []
+        self._registered = Registered()
         self._endpoints: set[UcxxEndpoint] = set()
         self._greetings: set[_Greeting] = set()  # the loop's thread alone
         self._on_connect: Callable[[Endpoint], None] | None = None
@@ -180,7 +182,7 @@ class UcxxTransport(Transport):
         self.worker = UcxxWorker(name, tls)
         close_in_children(self)
 
-    def register(self, arena: Arena) -> RegionDescriptor:
+    def register(self, arena: Arena, *, writable: bool = False) -> RegionDescriptor:
         """Let peers ask for the slots of an arena, those that come and those that are connected."""
         if arena.incarnation != self.incarnation:
             raise UsageError("open the arena with the transport's incarnation")
@@ -193,6 +195,7 @@ class UcxxTransport(Transport):
             offer = Offer(number, arena.slot_count, layout.block_bytes, layout.crc_count)
             # A mapping of our own: the arena may be closed before the transport.
             self._regions.append((offer, Window(arena.fd, self.incarnation), layout))
+            self._registered.add(arena, writable)
         self.worker.loop.post(self._tell_regions)
         return RegionDescriptor(self.incarnation, number, arena.slot_count, layout.block_bytes)
 
@@ -357,9 +360,10 @@ class UcxxTransport(Transport):
             self,
             told=greeting.told,
             room=greeting.room,
-            ours=greeting.ours,
-            theirs=greeting.theirs,
+            our_tag=greeting.ours,
+            their_tag=greeting.theirs,
             window_bytes=self._window_bytes,
+            ours=self._registered,
         )
         with self._lock:
             self._endpoints.add(endpoint)
@@ -392,6 +396,7 @@ class UcxxTransport(Transport):
         """Be closed in a child; see ``forked``. UCX does not outlive a fork."""
         self._lock = threading.Lock()
         self._closed = True
+        self._registered.after_fork()
         for endpoint in list(self._endpoints):
             endpoint.after_fork()
         self.worker.loop.after_fork()

@@ -6,10 +6,8 @@ from. Everything but the contract's own calls runs on the thread of the worker's
 """
 
 import logging
-import threading
-from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -24,19 +22,20 @@ from kvpool.errors import (
     UsageError,
 )
 from kvpool.memory import BlockView, Crcs, Span
-from kvpool.transfer.base import RegionDescriptor, RemoteSlots
-from kvpool.transfer.bounds import is_index
+from kvpool.transfer.base import RemoteSlots
 from kvpool.transfer.calls import weakly
-from kvpool.transfer.endpoint import CLOSE_TIMEOUT_S, LinkedEndpoint, require_notification
+from kvpool.transfer.endpoint import CLOSE_TIMEOUT_S, require_notification
 from kvpool.transfer.pull import BlockPull, SpanPull
-from kvpool.transfer.ucx_reads import PeerRegion
-from kvpool.transfer.ucx_wire import Bye, Offer, Taken
+from kvpool.transfer.registered import Registered
+from kvpool.transfer.remote_endpoint import BYE_TIMEOUT_S, RemoteEndpoint
+from kvpool.transfer.ucx_wire import Bye, Offer
 from kvpool.transfer.ucxpy_library import Bytes, RawEndpoint, UcxxWorker
 from kvpool.transfer.ucxpy_reads import BlockJob, SpanJob, UcxxReads, crc32c, new_window
 from kvpool.transfer.ucxpy_wire import (
     ASKS_MAX,
     Answer,
     Ask,
+    Hello,
     Message,
     answer_bytes,
     decode,
@@ -45,11 +44,6 @@ from kvpool.transfer.ucxpy_wire import (
 )
 
 logger = logging.getLogger(__name__)
-
-# Notifications that may wait for a callback at a receiver; it says so after each quarter.
-NOTIFICATIONS_MAX: Final = 1024
-# A peer that is told of the end takes the last words and ends it; after this long we do.
-_BYE_TIMEOUT_S: Final = 0.5
 
 
 class Regions(Protocol):
@@ -68,7 +62,7 @@ class Regions(Protocol):
         ...
 
 
-class UcxxEndpoint(LinkedEndpoint):
+class UcxxEndpoint(RemoteEndpoint):
     """See ``Endpoint``. Made on the loop's thread when both have said hello.
 
     Args:
@@ -77,9 +71,10 @@ class UcxxEndpoint(LinkedEndpoint):
         worker: Of the connection.
         transport: Whose regions the peer may ask for.
         told: How many of them our hello has told of.
-        room: Where the peer's messages come, under the tag ``ours``.
-        theirs: The tag that the peer takes messages under.
+        room: Where the peer's messages come, under ``our_tag``.
+        their_tag: What the peer takes messages under.
         window_bytes: Largest answer, ours and the peer's.
+        ours: What the transport has registered.
     """
 
     def __init__(
@@ -90,24 +85,18 @@ class UcxxEndpoint(LinkedEndpoint):
         transport: Regions,
         told: int,
         room: Bytes,
-        ours: int,
-        theirs: int,
+        our_tag: int,
+        their_tag: int,
         window_bytes: int,
+        ours: Registered,
     ) -> None:
-        super().__init__(peer)
+        super().__init__(peer, ours)
         self._raw: RawEndpoint | None = raw
         self._worker = worker
         self._transport = transport
         self._told = told
-        self._room, self._ours, self._theirs = room, ours, theirs
+        self._room, self._our_tag, self._their_tag = room, our_tag, their_tag
         self._window_bytes = window_bytes
-        self._peer_regions: list[PeerRegion] = []
-        self._drained = threading.Event()
-        self._send_lock = threading.Lock()  # guards the two counts and the order of notifications
-        self._sent = self._sent_taken = 0
-        # The loop's thread alone: messages that wait for the callback, and those handed on.
-        self._notes: deque[bytes] = deque()
-        self._taken = 0
         self._answers: list[Bytes] = []  # memory to answer from
         self._unanswered = 0
         self._reads = UcxxReads(
@@ -155,12 +144,20 @@ class UcxxEndpoint(LinkedEndpoint):
             self._require_alive()
         message = frame(payload)
         with self._send_lock:
-            if self._sent - self._sent_taken >= NOTIFICATIONS_MAX:
+            if self._full():
                 return False
             if not self._worker.loop.post(lambda: self._send(message)):
                 raise ClosedError("the transport is closed")
             self._sent += 1
             return True
+
+    def post(self, call: Callable[[], None]) -> bool:
+        """Run ``call`` on the worker's loop."""
+        return self._worker.loop.post(call)
+
+    def call_later(self, seconds: float, call: Callable[[], None]) -> None:
+        """Run ``call`` on the worker's loop, later."""
+        self._worker.loop.call_later(seconds, call)
 
     def close(self) -> None:
         """End the connection: last words first, then nothing comes here any more."""
@@ -189,7 +186,7 @@ class UcxxEndpoint(LinkedEndpoint):
 
     def _send(self, message: bytes) -> None:
         if self._raw is not None:
-            self._guarded(lambda raw: self._worker.send_message(raw, message, self._theirs))
+            self._guarded(lambda raw: self._worker.send_message(raw, message, self._their_tag))
 
     def _guarded(self, call: Callable[[RawEndpoint], None]) -> bool:
         """Do something with the connection, which may have ended: then say so and go on."""
@@ -216,7 +213,7 @@ class UcxxEndpoint(LinkedEndpoint):
 
     def _listen(self) -> None:
         self._guarded(
-            lambda raw: self._worker.take_message(raw, self._room, self._ours, self._heard)
+            lambda raw: self._worker.take_message(raw, self._room, self._our_tag, self._heard)
         )
 
     def _heard(self, message: bytes | None) -> None:
@@ -237,48 +234,12 @@ class UcxxEndpoint(LinkedEndpoint):
             self._listen()
 
     def _said(self, message: Message) -> None:
-        if isinstance(message, Offer):
-            self._offered(message)
-        elif isinstance(message, Ask):
+        if isinstance(message, Ask):
             self._answer(message)
-        elif isinstance(message, Taken):
-            with self._send_lock:
-                sound = self._sent_taken <= message.count <= self._sent
-                self._sent_taken = message.count if sound else self._sent_taken
-            if not sound:
-                raise CorruptionError("the peer took more notifications than were sent")
-        elif isinstance(message, Bye):
-            self.lose(PeerUnreachableError("the other side closed the connection"))
-        else:
+        elif isinstance(message, Hello):
             raise CorruptionError("the peer said hello twice")
-
-    def _offered(self, offer: Offer) -> None:
-        descriptor = RegionDescriptor(self.peer, offer.region, offer.slot_count, offer.slot_bytes)
-        with self._changed:
-            if self._add_region(descriptor):
-                self._peer_regions.append(PeerRegion(descriptor, offer.crc_count))
-
-    def _notified(self, payload: bytes) -> None:
-        if len(self._notes) >= NOTIFICATIONS_MAX:
-            raise CorruptionError("the peer sent a notification that it might not send yet")
-        self._notes.append(payload)
-        self._deliver()
-
-    def _deliver_soon(self) -> None:
-        self._worker.loop.post(self._deliver)
-
-    def _deliver(self) -> None:
-        while self._notes and (callback := self._on_notification) is not None:
-            if isinstance(self._lost, ClosedError):
-                return
-            payload = self._notes.popleft()
-            try:
-                callback(payload)
-            except Exception:
-                logger.exception("a notification callback failed")
-            self._taken += 1
-            if self._taken % (NOTIFICATIONS_MAX // 4) == 0:
-                self._say(Taken(self._taken))
+        else:
+            self._told_of(message)
 
     # ---- answering, on the loop's thread ---------------------------------------------------------
 
@@ -355,10 +316,6 @@ class UcxxEndpoint(LinkedEndpoint):
 
     # ---- the end ---------------------------------------------------------------------------------
 
-    def _break(self, reason: str) -> None:
-        if self.lose(PeerUnreachableError(f"the connection was ended: {reason}")):
-            logger.warning("closing an endpoint: %s", reason)
-
     def _end_reads(self, error: KVPoolError) -> None:
         self._reads.refuse(error)
 
@@ -370,7 +327,7 @@ class UcxxEndpoint(LinkedEndpoint):
         raw = self._raw
         if raw is not None and raw.alive and isinstance(self._lost, ClosedError):
             self._say(Bye())
-            self._worker.loop.call_later(_BYE_TIMEOUT_S, weakly(self._close_raw))
+            self._worker.loop.call_later(BYE_TIMEOUT_S, weakly(self._close_raw))
         else:
             self._close_raw()
 
@@ -396,16 +353,9 @@ class UcxxEndpoint(LinkedEndpoint):
 
     def _finish(self) -> None:
         self._worker.progress()
-        self._worker.drop_messages(self._ours)
+        self._worker.drop_messages(self._our_tag)
         self._transport.forget(self)
         self._drained.set()
-
-    def _region(self, region: int) -> PeerRegion:
-        with self._changed:
-            self._require_alive()
-            if not is_index(region, len(self._peer_regions)):
-                raise UsageError(f"the peer has told of no region {region}: see wait_region")
-            return self._peer_regions[region]
 
 
 def _unreachable(error: Exception) -> KVPoolError:

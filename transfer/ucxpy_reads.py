@@ -36,6 +36,7 @@ from kvpool.transfer.pull import require_dest, require_slots, require_spans
 from kvpool.transfer.ucx_reads import PeerRegion
 from kvpool.transfer.ucxpy_library import Bytes
 from kvpool.transfer.ucxpy_wire import ASKED_MAX, ASKS_MAX, Answer, Ask, answer_bytes
+from kvpool.transfer.writes import Cancellable
 
 # Reads of one connection that may be queued.
 READS_MAX: Final = 1024
@@ -195,18 +196,6 @@ def _ask(
     return Ask(number, name, regions, list(slots), lives.tobytes(), list(begins), list(sizes))
 
 
-class _Reading(Completion[int]):
-    """A completion whose cancel is acted upon soon."""
-
-    def __init__(self, cancelled: Callable[[], object]) -> None:
-        super().__init__()
-        self._cancelled = cancelled
-
-    def cancel(self) -> None:
-        super().cancel()
-        self._cancelled()
-
-
 class _Read:
     """One read under way. The loop's thread alone, but for its completion."""
 
@@ -285,7 +274,7 @@ class UcxxReads:
                 " the transport with a larger window_bytes"
             )
         read = _Read(job, deadline_s)
-        read.source.completion = _Reading(
+        read.source.completion = Cancellable(
             lambda: self._loop.post(lambda: self._end(read, CancelledTransferError("cancelled")))
         )
         with self._lock:

@@ -14,9 +14,10 @@ from kvpool.block import INCARNATION_BYTES
 from kvpool.errors import CorruptionError, FormatVersionError
 from kvpool.transfer.endpoint import REGIONS_MAX
 from kvpool.transfer.ucx_wire import Bye, Offer, Taken
+from kvpool.transfer.write_wire import WriteMessage
 
 PROTOCOL_MAGIC: Final = "kvpool-ucxx"
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 # Asks of one connection that may be unanswered, and slots or spans that one names.
 ASKS_MAX: Final = 4
 ASKED_MAX: Final = 4096
@@ -64,7 +65,7 @@ class Ask(msgspec.Struct, frozen=True, array_like=True, tag="ask"):
     sizes: Annotated[list[_Number], msgspec.Meta(max_length=ASKED_MAX)]
 
 
-Message = Hello | Offer | Taken | Bye | Ask
+Message = Hello | Offer | Taken | Bye | Ask | WriteMessage
 
 _decoder: Final = msgspec.msgpack.Decoder(Message)
 _encoder: Final = msgspec.msgpack.Encoder()

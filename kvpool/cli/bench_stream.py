@@ -21,7 +21,7 @@ from kvpool.completion import Completion, CompletionSource
 from kvpool.errors import KVPoolError
 from kvpool.events import NullSink
 from kvpool.memory import BlockView, Crcs, Span
-from kvpool.transfer.base import Endpoint, RegionDescriptor, RemoteSlots
+from kvpool.transfer.base import Endpoint, RegionDescriptor, RemoteSlots, SlotSpan
 from kvpool.transfer.host import HostTransport
 from kvpool.transfer.layerwise import Outbox, StreamHub
 from kvpool.transfer.stream_wire import slice_layout
@@ -100,6 +100,12 @@ class PacedEndpoint(Endpoint):
             crcs=crcs,
         )
         return self._pace(read, len(source.slots) * source_layout.block_bytes)
+
+    def write_spans(
+        self, pairs: Sequence[tuple[SlotSpan, SlotSpan]], deadline_s: float, note: bytes = b""
+    ) -> Completion[int]:
+        """Pass on; streams write nothing."""
+        return self._inner.write_spans(pairs, deadline_s, note)
 
     def notify(self, payload: bytes) -> bool:
         """Pass on."""

@@ -9,7 +9,7 @@ from kvpool.arena import Arena
 from kvpool.block import BlockLayout, Incarnation
 from kvpool.completion import Completion, CompletionSource
 from kvpool.memory import BlockView, Crcs, Span
-from kvpool.transfer.base import Endpoint, RegionDescriptor, RemoteSlots, Transport
+from kvpool.transfer.base import Endpoint, RegionDescriptor, RemoteSlots, SlotSpan, Transport
 from kvpool.transfer.endpoint import require_notification
 
 
@@ -86,6 +86,13 @@ class LossyEndpoint(Endpoint):
             crcs=crcs,
         )
 
+    def write_spans(
+        self, pairs: Sequence[tuple[SlotSpan, SlotSpan]], deadline_s: float, note: bytes = b""
+    ) -> Completion[int]:
+        """Write, unless the endpoint is lost now."""
+        self._perhaps_lose()
+        return self._inner.write_spans(pairs, deadline_s, note)
+
     def notify(self, payload: bytes) -> bool:
         """Send, or say that there is no room, or lose the message."""
         require_notification(payload)
@@ -151,9 +158,9 @@ class LossyTransport(Transport):
         with self._lock:
             return self._random.randrange(count)
 
-    def register(self, arena: Arena) -> RegionDescriptor:
+    def register(self, arena: Arena, *, writable: bool = False) -> RegionDescriptor:
         """Pass on."""
-        return self._inner.register(arena)
+        return self._inner.register(arena, writable=writable)
 
     def listen(self, address: str, on_connect: Callable[[Endpoint], None]) -> str:
         """Pass on, with wrapped endpoints."""

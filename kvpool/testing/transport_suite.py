@@ -28,13 +28,14 @@ from kvpool.testing.pair import (
 )
 from kvpool.testing.transport_ends import EndChecks
 from kvpool.testing.transport_reads import ReadChecks
+from kvpool.testing.transport_writes import WriteChecks
 from kvpool.transfer.base import (
     NOTIFICATION_BYTES_MAX,
 )
 
 
-class TransportSuite(ReadChecks, EndChecks):
-    """The suite: connections and messages here, reads and ends in its parts."""
+class TransportSuite(ReadChecks, WriteChecks, EndChecks):
+    """The suite: connections and messages here; reads, writes and ends in its parts."""
 
     # ---- connecting -------------------------------------------------------------------------
 

@@ -22,7 +22,15 @@ from kvpool.errors import PeerUnreachableError, UsageError
 from kvpool.testing.pair import Collected
 from kvpool.transfer import handshake
 from kvpool.transfer.base import Endpoint
-from kvpool.transfer.descriptor import Hello, Message, Refusal, RegionOffer, decode, encode
+from kvpool.transfer.descriptor import (
+    PROTOCOL_VERSION,
+    Hello,
+    Message,
+    Refusal,
+    RegionOffer,
+    decode,
+    encode,
+)
 from kvpool.transfer.host import HostTransport
 from kvpool.transfer.mailbox import RECORD_COUNT, Mailbox
 from tests.conftest import Count
@@ -56,7 +64,7 @@ class Hostile:
     def hello(self, **changes: object) -> Hello:
         fields: dict[str, object] = {
             "magic": "kvpool-host",
-            "version": 1,
+            "version": PROTOCOL_VERSION,
             "incarnation": self.incarnation,
             "pid": os.getpid(),
             "record_count": RECORD_COUNT,
@@ -160,7 +168,7 @@ def test_hellos_that_lie_are_refused(target: Target, tmp_path: Path) -> None:
     null = os.open("/dev/zero", os.O_RDWR)
     offer = RegionOffer(region=0, slot_count=2, slot_bytes=LAYOUT.block_bytes)
     cases: list[tuple[dict[str, object], list[str]]] = [
-        ({"version": 2}, ["ring"]),
+        ({"version": PROTOCOL_VERSION + 1}, ["ring"]),
         ({"magic": "other"}, ["ring"]),
         ({"incarnation": b"short"}, ["ring"]),
         ({"incarnation": bytes(16)}, ["ring"]),
@@ -208,7 +216,7 @@ def test_a_handshake_that_fails_keeps_nothing_of_the_peer(
         handshake.close_all(handshake.receive(sock)[1])
         hello = Hello(
             magic="kvpool-host",
-            version=1,
+            version=PROTOCOL_VERSION,
             incarnation=incarnation,
             pid=os.getpid(),
             record_count=RECORD_COUNT,
@@ -343,8 +351,8 @@ SETRESUID = {"x86_64": 117, "aarch64": 147}.get(platform.machine(), 0)
 )
 def test_another_users_process_is_refused(target: Target) -> None:
     os.chmod(target.path, 0o666)  # otherwise the file's mode refuses it before we do
-    for folder in list(Path(target.path).parents)[:3]:
-        folder.chmod(0o755)
+    for folder in Path(target.path).parents:
+        folder.chmod(folder.stat().st_mode | 0o055)
     refused: list[bool] = []
 
     def connect() -> None:

@@ -11,6 +11,7 @@ from kvpool.errors import CorruptionError, FormatVersionError
 from kvpool.testing.blocks import SMALL_LAYOUT
 from kvpool.transfer.descriptor import (
     MESSAGE_BYTES_MAX,
+    PROTOCOL_VERSION,
     Hello,
     Refusal,
     RegionOffer,
@@ -18,12 +19,13 @@ from kvpool.transfer.descriptor import (
     encode,
 )
 from kvpool.transfer.endpoint import REGIONS_MAX
+from kvpool.transfer.write_wire import Drop, Part
 
 
 def hello(**changes: object) -> Hello:
     valid = Hello(
         magic="kvpool-host",
-        version=1,
+        version=PROTOCOL_VERSION,
         incarnation=bytes(16),
         pid=1,
         record_count=1024,
@@ -39,7 +41,7 @@ def test_messages_are_read_as_they_were_written() -> None:
         for number in range(REGIONS_MAX)
     ]
     largest = hello(regions=offers, incarnation=new_incarnation())
-    for message in (largest, offers[0], Refusal(reason="x" * 512)):
+    for message in (largest, offers[0], Refusal(reason="x" * 512), Drop(7), Part(1, 2, bytes(56))):
         payload = encode(message)
         assert decode(payload) == message
         assert len(payload) <= MESSAGE_BYTES_MAX
@@ -53,7 +55,9 @@ def test_an_offer_describes_an_arena() -> None:
     arena.close()
 
 
-@pytest.mark.parametrize("changes", [{"version": 2}, {"version": 0}, {"magic": "other"}])
+@pytest.mark.parametrize(
+    "changes", [{"version": PROTOCOL_VERSION - 1}, {"version": 0}, {"magic": "other"}]
+)
 def test_another_version_is_told_apart(changes: dict[str, object]) -> None:
     with pytest.raises(FormatVersionError):
         decode(encode(hello(**changes)))

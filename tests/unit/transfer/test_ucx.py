@@ -28,9 +28,10 @@ from kvpool.memory import Span
 from kvpool.testing.blocks import SMALL_LAYOUT, payload, view_of
 from kvpool.testing.pair import Collected, empty, named, publish, send
 from kvpool.transfer.base import Endpoint
+from kvpool.transfer.remote_endpoint import NOTIFICATIONS_MAX
 from kvpool.transfer.ucx import UcxTransport, format_address, parse_address
 from kvpool.transfer.ucx_connection import UcxConnection
-from kvpool.transfer.ucx_endpoint import NOTIFICATIONS_MAX, UcxEndpoint
+from kvpool.transfer.ucx_endpoint import UcxEndpoint
 from kvpool.transfer.ucx_engine import UcxEngine
 from kvpool.transfer.ucx_reads import block_job
 from kvpool.transfer.ucx_wire import (
