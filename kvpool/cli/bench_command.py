@@ -66,7 +66,8 @@ def run(arguments: argparse.Namespace) -> int:
             for row in rows:
                 progress.clear()
                 row = replace(row, valid=row.valid and not arguments.cpu)
-                shown = msgspec.json.encode(row).decode() if arguments.json else line(row)
+                said = line(row, cpu=arguments.cpu)
+                shown = msgspec.json.encode(row).decode() if arguments.json else said
                 print(shown, flush=True)
     except KeyboardInterrupt:
         progress.clear()
@@ -75,9 +76,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def line(row: Row) -> str:
-    """Return a row of the table for people."""
-    mark = "" if row.valid else "   not valid: run again"
+def line(row: Row, *, cpu: bool = False) -> str:
+    """Return a row of the table for people; ``cpu`` if it was measured in CPU seconds."""
+    why = "--quick" if row.pairs < bench.PAIRS else "--cpu" if cpu else "run again"
+    mark = "" if row.valid else f"   not valid: {why}"
     return (
         f"{row.name:<28} {row.value:>9.3g} {row.reference_value:>10.3g} {row.unit:<9} "
         f"{row.ratio:>6.2f} {row.low:>6.2f} {row.spread:>6.0%}  {row.reference}{mark}"

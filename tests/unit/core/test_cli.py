@@ -76,7 +76,7 @@ def test_the_table_says_when_a_row_is_not_valid(capsys: pytest.CaptureFixture[st
     header, line = capsys.readouterr().out.splitlines()
     assert header.startswith("row")
     assert line.startswith("index.match.131072")
-    assert line.endswith("not valid: run again")
+    assert line.endswith("not valid: --quick")
 
 
 def test_version_and_wrong_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
