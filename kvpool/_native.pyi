@@ -353,6 +353,25 @@ class Lib:
         /,
     ) -> int: ...
 
+    # pull.c
+    def kvp_window_pull(
+        self,
+        window: CData,
+        crew: CData,
+        shape: CData,
+        layers: int,
+        dst: CData,
+        dst_blocks: CData,
+        slots: CData,
+        generations: CData,
+        count: int,
+        expected: CData,
+        expected_stride: int,
+        room: CData,
+        good: CData,
+        /,
+    ) -> int: ...
+
     # mailbox.c
     def kvp_mailbox_open(
         self, record_count: int, record_bytes: int, incarnation: CData | bytes, out: CData, /

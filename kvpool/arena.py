@@ -402,6 +402,10 @@ class Window:
         self.slot_stride = int(lib.kvp_window_slot_stride(self._window))
         self.crc_count = int(lib.kvp_window_crc_count(self._window))
 
+    def native(self) -> "CData":
+        """Return the ``kvp_window``, which lives as long as this."""
+        return self._window
+
     @property
     def base(self) -> int:
         """Address of slot 0."""

@@ -132,6 +132,8 @@ class BlockLayout:
 
     def require_equal(self, other: "BlockLayout") -> None:
         """Raise LayoutMismatchError, naming the fields, unless ``other`` is the same layout."""
+        if self is other:
+            return
         differing = [
             f"{name} {getattr(self, name)!r} != {getattr(other, name)!r}"
             for name in self.__slots__

@@ -231,7 +231,7 @@ def copy_blocks(
     elif crcs.shape != shape:
         raise UsageError(f"checksums of shape {crcs.shape} where {shape} is expected")
     else:
-        sums = _in_runs(crcs)
+        sums = in_runs(crcs)
     pointer = ffi.cast("uint32_t *", sums.__array_interface__["data"][0])
     bad = ffi.new("size_t *")
     native_shape = ffi.new(
@@ -273,7 +273,7 @@ def _require_fit(dest: BlockView, source: BlockView) -> None:
         )
 
 
-def _in_runs(crcs: Crcs) -> Crcs:
+def in_runs(crcs: Crcs) -> Crcs:
     """Return checksums whose layers and heads lie one after another in each block, copied if not."""
     block = crcs[:1]
     fits = crcs.dtype == np.uint32 and block.flags.c_contiguous and block.flags.aligned

@@ -6,17 +6,21 @@ generations first, the copy, generations again. Who calls it: ``PullEndpoint`` a
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Final
+from functools import lru_cache
+from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from kvpool._native import ffi, lib
 from kvpool.arena import Window
 from kvpool.block import BlockLayout
-from kvpool.errors import CorruptionError, LeaseExpiredError, UsageError
-from kvpool.memory import BlockView, Crcs, Crew, Span, copy_blocks
+from kvpool.errors import InternalError, LeaseExpiredError, UsageError
+from kvpool.memory import BlockView, Crcs, Crew, Span, in_runs
 from kvpool.transfer.base import SPANS_MAX, RemoteSlots
 from kvpool.transfer.bounds import Numbers, numbers, require_apart, require_room
+
+if TYPE_CHECKING:
+    from kvpool._native import CData
 
 # Bytes between two looks at deadline and cancel: 2 to 4 ms of copying. A batch costs 0.05 ms of Python
 # and more to wake its thread, so it is large, and a crew in C shares it instead.
@@ -72,6 +76,15 @@ def require_dest(
         if crcs.shape != expected:
             raise UsageError(f"checksums of shape {crcs.shape} where {expected} is expected")
     return dest
+
+
+# Of every read of a model the same: cffi takes longer to make it than to pass it.
+@lru_cache(maxsize=64)
+def _shape(layout: BlockLayout) -> "CData":
+    return ffi.new(
+        "kvp_shape *",
+        (layout.kv_heads, layout.block_tokens, layout.k_row_bytes, layout.v_row_bytes),
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,37 +149,55 @@ class BlockPull:
         slots, generations = require_slots(source, window.slot_count)
         window.require_layout(source_layout)
         dest = require_dest(dest, source, source_layout, dest_layer, crcs)
-        self._crcs = crcs
-        self._crew = crew
-        self._window = window
-        self._dest = dest
-        self._slots = slots.astype(np.uint32)
-        self._generations = generations
-        self._layout = source_layout
         count = len(dest)
         step = max(1, BATCH_BYTES // source_layout.block_bytes)
         self.batches = [(begin, min(begin + step, count)) for begin in range(0, count, step)]
+        self._layers = source_layout.num_layers
+        self._crc_count = window.crc_count
+        self._crcs = None if crcs is None else in_runs(crcs)
+        # What C is pointed at, kept alive.
+        self._kept = (window, dest, slots, generations, crew)
+        self._where = (window.native(), ffi.NULL if crew is None else crew.native())
+        self._shape = _shape(source_layout)
+        self._view = dest.native()
+        self._arrays = (
+            ffi.from_buffer("uint64_t[]", dest.block_ids),
+            ffi.from_buffer("uint64_t[]", slots),
+            ffi.from_buffer("uint64_t[]", generations),
+        )
 
     def copy(self, begin: int, end: int) -> int:
-        """Copy blocks ``begin`` to ``end``: stale before, corrupt, or stale after ends it."""
-        slots, generations = self._slots[begin:end], self._generations[begin:end]
+        """Copy blocks ``begin`` to ``end``: stale before, corrupt, or stale after ends it.
+
+        In one call of C: each return from C waits for the interpreter's lock.
+        """
+        count = end - begin
+        room, expected, stride = ffi.NULL, ffi.NULL, 0
         if self._crcs is None:
-            crcs, good = self._window.crcs(self._layout, slots, generations)
+            room = ffi.from_buffer("uint32_t[]", np.empty(count * self._crc_count, np.uint32))
         else:
-            crcs, good = self._crcs[begin:end], self._window.leading(slots, generations)
-        if good == 0:
-            return 0
-        slots, generations = slots[:good], generations[:good]
-        try:
-            copy_blocks(
-                self._dest.take(begin, begin + good),
-                self._window.view(self._layout, slots),
-                crcs=crcs[:good],
-                crew=self._crew,
-            )
-        except CorruptionError as error:
-            good = int(str(error.block))
-        return min(good, self._window.leading(slots, generations))
+            crcs = self._crcs
+            stride = crcs.strides[0] // crcs.itemsize
+            expected = ffi.cast("uint32_t *", crcs[begin:].__array_interface__["data"][0])
+        ids, slots, generations = self._arrays
+        good = ffi.new("size_t *")
+        status = lib.kvp_window_pull(
+            *self._where,
+            self._shape,
+            self._layers,
+            self._view,
+            ids + begin,
+            slots + begin,
+            generations + begin,
+            count,
+            expected,
+            stride,
+            room,
+            good,
+        )
+        if status not in (lib.KVP_OK, lib.KVP_CORRUPT):
+            raise InternalError(f"kvp_window_pull answered {status}")
+        return int(good[0])
 
     def result(self, good: int) -> int:
         """Return the leading blocks that arrived."""

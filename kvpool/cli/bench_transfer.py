@@ -1,8 +1,8 @@
 """Rows of the transports. Here: verified pulls out of a peer's arena against a C copy of the same spans.
 
 Both ends live in this process, connected through the socket, with the arena mapped a second time,
-read-only, as a peer maps it. One operation moves 32 MiB; a sample goes once round sources and
-destinations, at least four times the L3 cache.
+read-only, as a peer maps it. One operation moves 32 MiB; a sample goes several times round sources and
+destinations, which are at least four times the L3 cache.
 """
 
 import tempfile
@@ -26,6 +26,8 @@ from kvpool.transfer.host import HostTransport
 _OPERATION_BYTES: Final = 32 << 20
 _THREADS: Final = 2
 _TIMEOUT_S: Final = 30.0
+# Times round in a sample. Once is 10 ms, and one turn of another program's half of it.
+_ROUNDS: Final = 16
 # 16 tokens of 8 KV heads of 128 bfloat16 numbers: 64 KiB a layer.
 _LAYERS: Final = {"64KiB": 1, "1MiB": 16}
 
@@ -37,7 +39,7 @@ def cases(quick: bool) -> list[Case]:
             name=f"transfer.host.pull.{name}",
             unit="GB/s",
             reference=f"C copy from the same mapping, {_THREADS} threads",
-            open=partial(pulls, layers),
+            open=partial(pulls, layers, 1 if quick else _ROUNDS),
         )
         for name, layers in _LAYERS.items()
     ]
@@ -45,8 +47,8 @@ def cases(quick: bool) -> list[Case]:
 
 
 @contextmanager
-def pulls(layers: int, timer: Timer) -> Generator[Sides, None, None]:
-    """Set up a row of pulls of blocks of so many layers of 64 KiB."""
+def pulls(layers: int, rounds: int, timer: Timer) -> Generator[Sides, None, None]:
+    """Set up a row of pulls of blocks of so many layers of 64 KiB, so many times round a sample."""
     layout = BlockLayout(
         num_layers=layers, kv_heads=8, block_tokens=16, k_dim=128, v_dim=128, dtype="bfloat16"
     )
@@ -60,14 +62,17 @@ def pulls(layers: int, timer: Timer) -> Generator[Sides, None, None]:
         address = owner.listen(str(Path(folder) / "bench.sock"), lambda endpoint: None)
         endpoint = reader.connect(address, _TIMEOUT_S)
         endpoint.wait_region(region, _TIMEOUT_S)
-        yield _Pulls(arena, endpoint, region, timer)
+        yield _Pulls(arena, endpoint, region, rounds, timer)
 
 
 class _Pulls:
-    def __init__(self, arena: Arena, endpoint: Endpoint, region: int, timer: Timer) -> None:
+    def __init__(
+        self, arena: Arena, endpoint: Endpoint, region: int, rounds: int, timer: Timer
+    ) -> None:
         self._layout = arena.layout
         self._endpoint = endpoint
         self._region = region
+        self._rounds = rounds
         self._timer = timer
         self._blocks = _OPERATION_BYTES // self._layout.block_bytes
         self._slots = arena.reserve_some(arena.slot_count)
@@ -78,7 +83,7 @@ class _Pulls:
         self._window = Window(arena.fd, arena.incarnation)
         self._spans = [self._spans_of(turn) for turn in self._turns()]
         self._reference = CopyReference(_THREADS, timer)
-        self._reference.choose(self._spans)
+        self._reference.choose(self._spans * rounds)
         self.ceiling: float | None = self._reference.ceiling
 
     def _turns(self) -> list[range]:
@@ -96,7 +101,7 @@ class _Pulls:
 
     def value(self) -> float:
         took_s = 0.0
-        for turn in self._turns():
+        for turn in self._turns() * self._rounds:
             run = self._slots[turn.start : turn.stop]
             source = RemoteSlots(
                 self._region, tuple(run.indices.tolist()), tuple(run.generations.tolist())
@@ -114,7 +119,7 @@ class _Pulls:
             took_s += self._timer() - began
             if good != len(turn):
                 raise InternalError(f"{good} of {len(turn)} blocks arrived")
-        return len(self._dest) * self._layout.block_bytes / took_s / 1e9
+        return self._rounds * len(self._dest) * self._layout.block_bytes / took_s / 1e9
 
     def reference(self) -> float:
-        return self._reference.rate(self._spans)
+        return self._reference.rate(self._spans * self._rounds)

@@ -269,6 +269,21 @@ kvp_status kvp_window_check(kvp_window *window, const uint32_t *slots,
 kvp_status kvp_window_crcs(kvp_window *window, const uint32_t *slots,
                            const uint64_t *generations, size_t count, uint32_t *crcs, size_t *bad);
 
+/* ---- pull.c: verified copies out of a window ------------------------------------------------- */
+
+/* Copy `count` slots, canonical blocks of `layers` layers, into the blocks `dst_blocks` of a view:
+ * lives are looked at before and after, checksums compared. `expected` (nullable: the window's own,
+ * read into `room`, which has room for count * crc_count) is expected_stride apart for each block.
+ * `crew` (nullable) shares the work. *good is how many leading blocks are whole, verified and in
+ * their lives; what lies behind them is undefined. KVP_OK also if a life is over, KVP_CORRUPT if a
+ * checksum differed. KVP_INVALID: slots hold other blocks, one is past the end, or an argument is
+ * wrong as for kvp_copy_blocks; nothing was copied then. */
+kvp_status kvp_window_pull(kvp_window *window, kvp_crew *crew, const kvp_shape *shape,
+                           size_t layers, const kvp_view *dst, const uint64_t *dst_blocks,
+                           const uint64_t *slots, const uint64_t *generations, size_t count,
+                           const uint32_t *expected, size_t expected_stride, uint32_t *room,
+                           size_t *good);
+
 /* ---- mailbox.c: a pair of one-way rings of small records between two processes --------------- */
 
 /* Each side owns one memfd (written by itself only, sealed as above) that holds its outgoing ring

@@ -1,11 +1,9 @@
 """What a read does, at the moments that two processes cannot be made to hit on purpose."""
 
-from collections.abc import Callable, Sequence
-
 import numpy as np
 import pytest
 
-from kvpool.arena import Arena, Slot, SlotNumbers, Window
+from kvpool.arena import Arena, Slot, Window
 from kvpool.block import BlockLayout, new_incarnation
 from kvpool.errors import LeaseExpiredError, UsageError
 from kvpool.memory import BlockView, Span
@@ -15,45 +13,36 @@ from kvpool.transfer.base import RemoteSlots
 from kvpool.transfer.pull import BATCH_BYTES, BlockPull, SpanPull, layer_view, require_dest
 
 
-class _Interrupted(Window):
-    """A window whose owner does something between the checks before a copy and the copy."""
-
-    def __init__(self, arena: Arena, act: Callable[[], None]) -> None:
-        super().__init__(arena.fd, arena.incarnation)
-        self._act = act
-
-    def view(self, layout: BlockLayout, slots: Sequence[int] | SlotNumbers) -> BlockView:
-        self._act()
-        return super().view(layout, slots)
-
-
-def test_a_slot_reused_between_check_and_copy_is_not_delivered() -> None:
+def test_checksums_of_the_caller_in_any_stride_are_compared() -> None:
     arena = Arena(SMALL_LAYOUT, 4, new_incarnation())
     blocks = payload(SMALL_LAYOUT, 4, seed=1)
     slots = publish(arena, blocks)
+    window = Window(arena.fd, arena.incarnation)
+    right, good = window.crcs(
+        SMALL_LAYOUT, [slot.index for slot in slots], [slot.generation for slot in slots]
+    )
+    assert good == 4
+    wide = np.zeros((8, *right.shape[1:]), dtype=np.uint32)
+    wide[::2] = right
+    for crcs in (right, wide[::2]):
+        out = empty(SMALL_LAYOUT, 4)
+        dest, source = view_of(SMALL_LAYOUT, out), named(0, slots)
+        pull = BlockPull(window, dest, source, SMALL_LAYOUT, None, crcs)
+        assert [pull.copy(0, 2), pull.copy(2, 4)] == [2, 2]
+        np.testing.assert_array_equal(out, blocks)
+        crcs[2, 0, 0] ^= 1
+        assert [pull.copy(0, 4), pull.copy(1, 4)] == [2, 1]
+        crcs[2, 0, 0] ^= 1
 
-    def reuse() -> None:
-        arena.release(slots[2])
-        publish(arena, blocks[2:3])  # the same bytes and checksums: only the life differs
 
-    out = empty(SMALL_LAYOUT, 4)
-    window = _Interrupted(arena, reuse)
-    pull = BlockPull(window, view_of(SMALL_LAYOUT, out), named(0, slots), SMALL_LAYOUT, None)
-    assert pull.copy(0, 4) == 2
-
-
-def test_a_slot_overwritten_between_check_and_copy_is_not_delivered() -> None:
+def test_a_slot_in_another_life_ends_a_batch() -> None:
     arena = Arena(SMALL_LAYOUT, 4, new_incarnation())
     slots = publish(arena, payload(SMALL_LAYOUT, 4, seed=1))
-
-    def overwrite() -> None:
-        arena.release(slots[1])
-        publish(arena, payload(SMALL_LAYOUT, 1, seed=2))
-
-    out = empty(SMALL_LAYOUT, 4)
-    window = _Interrupted(arena, overwrite)
-    pull = BlockPull(window, view_of(SMALL_LAYOUT, out), named(0, slots), SMALL_LAYOUT, None)
-    assert pull.copy(0, 4) == 1
+    window = Window(arena.fd, arena.incarnation)
+    dest = view_of(SMALL_LAYOUT, empty(SMALL_LAYOUT, 4))
+    pull = BlockPull(window, dest, named(0, slots), SMALL_LAYOUT, None)
+    arena.release(slots[2])
+    assert [pull.copy(0, 4), pull.copy(1, 4), pull.copy(2, 4)] == [2, 1, 0]
 
 
 def test_batches_cover_all_blocks_in_order() -> None:
