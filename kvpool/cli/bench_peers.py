@@ -1,7 +1,7 @@
 """Rows against other transfer engines: the same job over the same memory, each in its own environment.
 
 A peer is never installed beside kvpool: it runs ``benchmarks/peers/job.py`` with the interpreter of
-``build/peers/NAME``, which ``benchmarks/peers/install.sh`` makes. Who calls it: ``kvpool bench peers``.
+``build/peers/NAME``, which whoever measures makes once. Who calls it: ``kvpool bench peers``.
 """
 
 import os
@@ -20,7 +20,11 @@ from kvpool.errors import UsageError
 _ROOT: Final = Path(__file__).resolve().parents[2]
 _JOB: Final = _ROOT / "benchmarks" / "peers" / "job.py"
 _HOMES: Final = _ROOT / "build" / "peers"
-_INSTALL: Final = "benchmarks/peers/install.sh"
+_PACKAGES: Final = {
+    "nixl": "nixl",
+    "mooncake": "mooncake-transfer-engine-non-cuda",
+    "ucxx": "ucxx-cu12",
+}
 _TITLES: Final = {
     "nixl": "NIXL, UCX",
     "mooncake": "Mooncake's transfer engine",
@@ -144,13 +148,14 @@ class _Both:
 def interpreter(peer: str, homes: Path = _HOMES) -> Path:
     """Return the Python in which a peer is installed.
 
-    Raises UsageError, with the command that installs it, if there is none.
+    Raises UsageError, with the commands that install it, if there is none.
     """
     home = homes / peer
     python = home / "bin" / "python"
     if not python.exists():
         raise UsageError(
-            f"{_TITLES[peer]} is not installed in {home}. In the checkout: {_INSTALL} {peer}"
+            f"{_TITLES[peer]} is not installed. In the checkout: python3 -m venv {home} &&"
+            f" {home}/bin/pip install {_PACKAGES[peer]} numpy"
         )
     return python
 
@@ -162,8 +167,7 @@ class _Peer:
         self, stack: ExitStack, python: Path, peer: str, way: str, tls: str, scale: Scale
     ) -> None:
         # Told to the peer alone, in the environment that it is given.
-        libraries = python.parents[1] / "debian"
-        environment = os.environ | {"UCX_TLS": tls, "LD_LIBRARY_PATH": str(libraries)}
+        environment = os.environ | {"UCX_TLS": tls}
         size = scale.memory_bytes
         self._owner = owner = Child(
             stack, python, _JOB, peer, "serve", size, environment=environment

@@ -10,8 +10,6 @@ from kvpool.cli import bench, bench_peers
 from kvpool.cli.bench_ucx import Child
 from kvpool.errors import UsageError
 
-ROOT = Path(__file__).resolve().parents[2]
-
 
 def test_the_names_are_stable() -> None:
     assert [case.name for case in bench.cases_of("peers", True)] == [
@@ -26,11 +24,9 @@ def test_the_names_are_stable() -> None:
 
 
 @pytest.mark.parametrize("peer", ["nixl", "mooncake", "ucxx"])
-def test_a_peer_that_is_not_installed_is_named_with_the_command(peer: str, tmp_path: Path) -> None:
-    script = "benchmarks/peers/install.sh"
-    with pytest.raises(UsageError, match=rf"{tmp_path}/{peer}\. .*: {script} {peer}$"):
+def test_a_peer_that_is_not_installed_is_named_with_the_commands(peer: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=rf"{tmp_path}/{peer}/bin/pip install .*{peer}"):
         bench_peers.interpreter(peer, tmp_path)
-    assert f"{peer}) echo {peer}" in (ROOT / script).read_text()
     (tmp_path / peer / "bin").mkdir(parents=True)
     python = tmp_path / peer / "bin" / "python"
     python.touch()
