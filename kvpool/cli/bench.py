@@ -24,6 +24,7 @@ SUBJECTS: Final = {
     "index": "kvpool.cli.bench_index",
     "policy": "kvpool.cli.bench_policy",
     "transfer": "kvpool.cli.bench_transfer",
+    "server": "kvpool.cli.bench_server",
     "e2e": "kvpool.cli.bench_e2e",
     "peers": "kvpool.cli.bench_peers",
     "engines": "kvpool.cli.bench_engines",

@@ -5,6 +5,7 @@ A peer is never installed beside kvpool: it runs ``benchmarks/peers/job.py`` wit
 """
 
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
@@ -32,6 +33,10 @@ _TITLES: Final = {
 }
 # Where ``make env`` puts ucxx beside all of kvpool.
 _UCXX_PYTHON: Final = Path(sys.prefix) / "ucxx" / "bin" / "python"
+# What Mooncake's wheel expects of the system, and how it comes to where the system has none.
+_GET_LIBRARIES: Final = _ROOT / "benchmarks" / "peers" / "get_libraries.sh"
+_LIBRARIES: Final = _HOMES / "lib"
+_IMPORT_S: Final = 60.0
 _SIZE: Final = 1 << 20
 _LAYERS: Final = 16  # of 64 KiB: blocks of 1 MiB
 _STRIDE: Final = 37
@@ -160,6 +165,39 @@ def interpreter(peer: str, homes: Path = _HOMES) -> Path:
     return python
 
 
+def environment(python: Path, libraries: Path = _LIBRARIES) -> dict[str, str]:
+    """Return the environment in which Mooncake's wheel can be imported.
+
+    The system's libraries are taken if they are there, else those in ``libraries``.
+
+    Raises:
+        UsageError: It cannot be imported with either; the message says what to run.
+    """
+    told = dict(os.environ)
+    error = _import_error(python, told)
+    if error and libraries.is_dir():
+        told["LD_LIBRARY_PATH"] = str(libraries)
+        error = _import_error(python, told)
+    if error:
+        raise UsageError(
+            f"Mooncake cannot be imported ({error}). It wants the system's libibverbs: install it, or"
+            f" in the checkout: {_GET_LIBRARIES} {libraries}"
+        )
+    return told
+
+
+def _import_error(python: Path, told: dict[str, str]) -> str:
+    done = subprocess.run(
+        [str(python), "-c", "import mooncake.store"],
+        env=told,
+        capture_output=True,
+        text=True,
+        timeout=_IMPORT_S,
+        check=False,
+    )
+    return (done.stderr.strip().splitlines() or ["?"])[-1] if done.returncode else ""
+
+
 class _Peer:
     """Two processes of a peer's engine."""
 
@@ -167,13 +205,12 @@ class _Peer:
         self, stack: ExitStack, python: Path, peer: str, way: str, tls: str, scale: Scale
     ) -> None:
         # Told to the peer alone, in the environment that it is given.
-        environment = os.environ | {"UCX_TLS": tls}
+        told = environment(python) if peer == "mooncake" else dict(os.environ)
+        told["UCX_TLS"] = tls
         size = scale.memory_bytes
-        self._owner = owner = Child(
-            stack, python, _JOB, peer, "serve", size, environment=environment
-        )
+        self._owner = owner = Child(stack, python, _JOB, peer, "serve", size, environment=told)
         where = said(owner, "")
-        self._mover = Child(stack, python, _JOB, peer, "move", size, where, environment=environment)
+        self._mover = Child(stack, python, _JOB, peer, "move", size, where, environment=told)
         said(self._mover, "")
         self._count = scale.operation_bytes // _SIZE
         self._question = f"{way} {_SIZE} {self._count} {_STRIDE}"
