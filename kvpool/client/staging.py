@@ -10,23 +10,24 @@ import time
 from dataclasses import dataclass
 from typing import Final, Protocol
 
-from kvpool.arena import Arena, Slot
-from kvpool.block import HASH_BYTES, BlockHash, BlockLayout
+from kvpool.arena import Arena, Slots
+from kvpool.block import BlockLayout
 from kvpool.client import protocol
 from kvpool.client.life import reply_of_store
 from kvpool.client.rpc import Caller
 from kvpool.completion import Deadline
 from kvpool.errors import (
-    CapacityError,
     ClosedError,
     PeerUnreachableError,
     TransferTimeoutError,
 )
-from kvpool.memory import BlockView, copy_blocks
+from kvpool.memory import BlockView, Crew, copy_blocks
 from kvpool.transfer.base import Transport
 
-# Most blocks of a batch: the server enters them one by one, some 10 us each.
+# Most blocks of a batch: more names than one message should carry at once.
 _SLOTS_MAX: Final = 1024
+# Threads that copy a batch together, the caller included; the server pulls it with as many.
+_COPY_THREADS: Final = 2
 # How much longer than the server's own deadline a client waits for its answer. A server that is
 # silent for longer is treated as lost.
 _GRACE_S: Final = 1.0
@@ -88,6 +89,7 @@ class Staging:
         except BaseException:
             self.arena.close()
             raise
+        self._crew = Crew(_COPY_THREADS)
         self._turn = threading.Lock()
         self._stopped = False
 
@@ -106,46 +108,40 @@ class Staging:
         """
         if not self._turn.acquire(timeout=deadline.remaining_s()):
             raise TransferTimeoutError("other stores of this process took all the time there was")
-        slots: list[Slot] = []
         try:
             if self._stopped:
                 raise ClosedError("the pool was closed")
+            slots = self._reserve(len(batch.source), deadline)
             try:
-                self._reserve(slots, len(batch.source), deadline)
                 return self._send(link, batch, slots, deadline, silent_s)
             finally:
-                for slot in slots:
-                    self.arena.release(slot)
+                self.arena.release(slots)
         finally:
             self._turn.release()
 
-    def _reserve(self, slots: list[Slot], count: int, deadline: Deadline) -> None:
-        """Take slots into ``slots``. A transport may hold those of the batch before a moment longer."""
-        while len(slots) < count:
-            try:
-                slots.append(self.arena.reserve())
-            except CapacityError:
-                if self._stopped:
-                    raise ClosedError("the pool was closed") from None
-                if deadline.passed():
-                    raise TransferTimeoutError(
-                        "the deadline of the store passed: no slot"
-                    ) from None
-                time.sleep(_SLOT_WAIT_S)
+    def _reserve(self, count: int, deadline: Deadline) -> Slots:
+        """Take so many slots. A transport may hold those of the batch before a moment longer."""
+        while True:
+            slots = self.arena.reserve_some(count)
+            if len(slots) == count:
+                return slots
+            self.arena.release(slots)
+            if self._stopped:
+                raise ClosedError("the pool was closed")
+            if deadline.passed():
+                raise TransferTimeoutError("the deadline of the store passed: no slot")
+            time.sleep(_SLOT_WAIT_S)
 
     def _send(
         self,
         link: Server,
         batch: Batch,
-        slots: list[Slot],
+        slots: Slots,
         deadline: Deadline,
         silent_s: float,
     ) -> protocol.StoreReply:
-        crcs = copy_blocks(self.arena.view(slots), batch.source)
-        for index, slot in enumerate(slots):
-            begin = index * HASH_BYTES
-            name = BlockHash(batch.hashes[begin : begin + HASH_BYTES])
-            self.arena.commit(slot, crcs[index], name)
+        crcs = copy_blocks(self.arena.view(slots), batch.source, crew=self._crew)
+        self.arena.commit_all(slots, crcs, batch.hashes)
         timeout_s = deadline.remaining_s()
         if not timeout_s:
             raise TransferTimeoutError("the deadline of the store passed while it was staged")
@@ -154,15 +150,14 @@ class Staging:
             hashes=batch.hashes,
             ancestors=batch.ancestors,
             region=self._region,
-            slots=[slot.index for slot in slots],
-            generations=[slot.generation for slot in slots],
+            slots=slots.indices.tolist(),
+            generations=slots.generations.tolist(),
             crcs=crcs.astype("<u4").tobytes(),
             timeout_s=timeout_s,
             hold_s=batch.hold_s,
             durable=batch.durable,
         )
-        for slot in slots:
-            self.arena.grant(slot)
+        self.arena.grant(slots)
         try:
             asked = link.caller.ask(protocol.STORE, request, timeout_s + _GRACE_S)
             return reply_of_store(link.caller, asked, silent_s)
@@ -170,8 +165,7 @@ class Staging:
             link.close()  # close the path first, free the slots second
             raise
         finally:
-            for slot in slots:
-                self.arena.settle(slot)
+            self.arena.settle(slots)
 
     def stop(self) -> None:
         """Refuse every batch from now on with ClosedError; the one under way ends with its link."""
