@@ -4,7 +4,8 @@ Pure: no clock, socket or thread. Owns the names of a store and, for each node, 
 not been told yet. Who calls it: a server, under its lock, which sends what ``take`` gives.
 """
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 import numpy as np
@@ -22,6 +23,8 @@ RUN_BLOCKS: Final = 64
 OWNERS: Final = 2
 # Names that one node may have to be told; with more it is told everything anew.
 PENDING_MAX: Final = 1 << 18
+# Rings before this one whose owners may still have names from then.
+FORMER_MAX: Final = 16
 # A depth that no chain reaches 0 from.
 _NO_DEPTH: Final = -(1 << 40)
 _NO_PARENT: Final = BlockHash(bytes(HASH_BYTES))
@@ -59,8 +62,10 @@ class Announcer:
         # One name in RUN_BLOCKS is a run's; a few blocks of many branches may end runs.
         self._names = PrefixIndex(2 * capacity)
         self._ring = ring
+        self._former: deque[Ring] = deque(maxlen=FORMER_MAX)
         self._owners = owners
         self._pending: dict[NodeId, dict[BlockHash, Kind]] = {}
+        self._owed: dict[NodeId, bytearray] = {}
         self._behind: set[NodeId] = set()
 
     def __len__(self) -> int:
@@ -86,7 +91,11 @@ class Announcer:
         """Take note that a block left the store, and with it the run that it ends."""
         for name in (block, run_name(block)):
             if self._names.remove(name):
-                self._queue(name, "removed")
+                # Who owned it before may have it still, and may own it again.
+                for ring in (self._ring, *self._former):
+                    for node in ring.owners(name, self._owners):
+                        if node in self._ring.nodes:
+                            self._tell(node, name, "removed")
 
     def change_ring(self, ring: Ring) -> int:
         """Use another ring: names are told to those who own them now and did not before.
@@ -94,22 +103,47 @@ class Announcer:
         Returns:
             How many names each new owner has to be told, added up.
         """
+        before = self.turn(ring)
+        moved = moved_names(before, ring, self.names(), self._owners)
+        self.owe(moved)
+        return sum(len(names) for names in moved.values()) // HASH_BYTES
+
+    def turn(self, ring: Ring) -> Ring:
+        """Use another ring for what comes from now on; return the one before.
+
+        The first half of ``change_ring``, at no cost. What new owners have to be told of what is here
+        already, ``moved_names`` finds out, on a thread if need be; ``owe`` takes note of it.
+        """
         before, self._ring = self._ring, ring
-        gone = set(before.nodes) - set(ring.nodes)
-        self._pending = {node: told for node, told in self._pending.items() if node not in gone}
-        self._behind -= gone
-        names = self._names.keys()
-        told = 0
-        for node, rows in _new_owners(before, ring, names, self._owners):
-            for index in rows.tolist():
-                name = BlockHash(names[index * HASH_BYTES : (index + 1) * HASH_BYTES])
-                self._tell(node, name, "stored")
-            told += len(rows)
-        return told
+        self._former.append(before)
+        for node in set(before.nodes) - set(ring.nodes):
+            self._pending.pop(node, None)
+            self._owed.pop(node, None)
+            self._behind.discard(node)
+        return before
+
+    def settle(self) -> None:
+        """Take note that every node has dropped what it does not own in this ring."""
+        self._former.clear()
+
+    def owe(self, names: Mapping[NodeId, bytes]) -> None:
+        """Take note of names that nodes have to be told. What has left when its turn comes is not."""
+        for node, some in names.items():
+            if node not in self._ring.nodes or node in self._behind or not some:
+                continue
+            owed = self._owed.setdefault(node, bytearray())
+            owed += some
+            if len(owed) > 2 * max(len(some), len(self._names) * HASH_BYTES):
+                self.lose(node)  # less is to be told when it is told all
+
+    def is_behind(self, node: NodeId) -> bool:
+        """Say whether a node is to be told everything anew."""
+        return node in self._behind
 
     def lose(self, node: NodeId) -> None:
         """Take note that a node did not take what it was told, or forgot: it is told all anew."""
         self._pending.pop(node, None)
+        self._owed.pop(node, None)
         if node in self._ring.nodes:
             self._behind.add(node)
 
@@ -143,26 +177,36 @@ class Announcer:
 
     def renew(self, node: NodeId) -> None:
         """Tell a node everything anew: it has forgotten, or was out of reach for too long."""
+        ring, names = self.begin_renewal(node)
+        self.owe({node: owned_names(ring, names, node, self._owners)})
+
+    def begin_renewal(self, node: NodeId) -> tuple[Ring, bytes]:
+        """Begin to tell a node everything anew: return what ``owned_names`` needs.
+
+        Changes from now on are queued. What it owns is then for ``owe``; if that does not come about,
+        ``lose`` begins anew.
+        """
         self._pending.pop(node, None)
+        self._owed.pop(node, None)
         self._behind.discard(node)
-        names = self._names.keys()
-        for index, owners in enumerate(self._ring.owners_of(names, self._owners)):
-            if node in owners:
-                name = BlockHash(names[index * HASH_BYTES : (index + 1) * HASH_BYTES])
-                self._pending.setdefault(node, {})[name] = "stored"
+        return self._ring, self._names.keys()
 
     def waiting(self) -> list[NodeId]:
         """Return the nodes that have to be told something."""
-        return sorted({*(node for node, told in self._pending.items() if told), *self._behind})
+        told = (*self._pending.items(), *self._owed.items())
+        return sorted({*(node for node, names in told if names), *self._behind})
 
     def take(self, node: NodeId, limit: int) -> tuple[Kind, bytes]:
-        """Return what to tell a node next: up to ``limit`` names of one kind, oldest first.
+        """Return what to tell a node next: up to ``limit`` names of one kind.
 
-        What could not be sent is given back with ``lose``.
+        What came and left goes before what other nodes were told until now. What could not be sent is
+        given back with ``lose``.
         """
         if node in self._behind:
             self.renew(node)
         waiting = self._pending.get(node, {})
+        if not waiting:
+            return "stored", self._take_owed(node, limit)
         kind: Kind = "stored"
         for oldest in waiting.values():
             kind = oldest
@@ -176,16 +220,26 @@ class Announcer:
             del waiting[name]
         return kind, b"".join(names)
 
+    def _take_owed(self, node: NodeId, limit: int) -> bytes:
+        """Return some of what a node is owed and is here still."""
+        owed = self._owed.get(node, bytearray())
+        while owed:
+            some = bytes(owed[-limit * HASH_BYTES :])
+            del owed[-limit * HASH_BYTES :]
+            here = b"".join(name for name in _cut(some) if self._names.get(name) is not None)
+            if here:
+                return here
+        self._owed.pop(node, None)
+        return b""
+
     def _add(self, names: bytes) -> None:
         count = len(names) // HASH_BYTES
         added = self._names.add(names, np.zeros(count, dtype=np.uint64))
-        for index in np.flatnonzero(added).tolist():
-            name = BlockHash(names[index * HASH_BYTES : (index + 1) * HASH_BYTES])
-            self._queue(name, "stored")
-
-    def _queue(self, name: BlockHash, kind: Kind) -> None:
-        for node in self._ring.owners(name, self._owners):
-            self._tell(node, name, kind)
+        new = _bytes_of(names)[added].tobytes()
+        owned = self._ring.owners_of(new, self._owners)
+        for name, owners in zip(_cut(new), owned, strict=True):
+            for node in owners:
+                self._tell(node, name, "stored")
 
     def _tell(self, node: NodeId, name: BlockHash, kind: Kind) -> None:
         """Queue one name for one node. What was queued of the same name is void."""
@@ -208,6 +262,36 @@ def gone(names: bytes, keys: bytes) -> list[BlockHash]:
     runs = _rows((_bytes_of(keys) ^ _RUN_MARK).tobytes())
     lost = named[~np.isin(named, np.concatenate([here, runs]))]
     return [BlockHash(bytes(name)) for name in lost]
+
+
+def moved_names(before: Ring, after: Ring, names: bytes, owners: int) -> dict[NodeId, bytes]:
+    """Return, of each node, the names that it owns in one ring and not in the other.
+
+    Linear; shares nothing: for a thread.
+    """
+    named = _bytes_of(names)
+    moved: dict[NodeId, bytes] = {}
+    for node, rows in _new_owners(before, after, names, owners):
+        moved[node] = moved.get(node, b"") + named[rows].tobytes()
+    return moved
+
+
+def owned_names(ring: Ring, names: bytes, node: NodeId, owners: int) -> bytes:
+    """Return the names that a node owns. Linear; shares nothing: for a thread."""
+    return _bytes_of(names)[_owns(ring, names, node, owners)].tobytes()
+
+
+def other_names(ring: Ring, names: bytes, node: NodeId, owners: int) -> bytes:
+    """Return the names that a node does not own. Linear; shares nothing: for a thread."""
+    return _bytes_of(names)[~_owns(ring, names, node, owners)].tobytes()
+
+
+def _owns(ring: Ring, names: bytes, node: NodeId, owners: int) -> NDArray[np.bool_]:
+    numbers = ring.owner_numbers(names, owners)
+    if node not in ring.nodes:
+        return np.zeros(len(numbers), dtype=np.bool_)
+    mine: NDArray[np.bool_] = (numbers == ring.nodes.index(node)).any(axis=1)
+    return mine
 
 
 def _new_owners(

@@ -9,7 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Literal, Self
+from typing import Literal, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -138,6 +138,9 @@ class PoolStats:
     extra: dict[str, int] = field(default_factory=dict)
 
 
+OwnLease = TypeVar("OwnLease", bound=Lease)
+
+
 class BlockPool(ABC):
     """A pool of KV blocks of one layout. Safe from any thread.
 
@@ -248,3 +251,50 @@ class BlockPool(ABC):
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def require_loadable(
+    layout: BlockLayout, lease: OwnLease | None, dest: BlockView, first: int
+) -> OwnLease:
+    """Raise unless a pool can begin to load: what every implementation checks first.
+
+    Args:
+        layout: The pool's.
+        lease: What ``load`` was called with; None if it is another pool's.
+        dest: As ``load`` takes it.
+        first: As ``load`` takes it.
+
+    Returns:
+        The lease.
+
+    Raises:
+        UsageError, LayoutMismatchError: It does not fit.
+    """
+    if lease is None:
+        raise UsageError("the lease is of another pool: lease from the pool that loads")
+    layout.require_equal(dest.layout)
+    if not dest.writable:
+        raise UsageError("the destination is read-only")
+    _require_within(first, len(dest), lease.blocks, "a lease")
+    return lease
+
+
+def require_storable(layout: BlockLayout, chain: Chain, source: BlockView, first: int) -> None:
+    """Raise unless a pool can begin to store: what every implementation checks first.
+
+    Args:
+        layout: The pool's.
+        chain: As ``store`` takes it.
+        source: As ``store`` takes it.
+        first: As ``store`` takes it.
+
+    Raises:
+        UsageError, LayoutMismatchError: They do not fit.
+    """
+    layout.require_equal(source.layout)
+    _require_within(first, len(source), len(chain), "a chain")
+
+
+def _require_within(first: int, count: int, blocks: int, whole: str) -> None:
+    if not 0 <= first <= first + count <= blocks:
+        raise UsageError(f"blocks {first} to {first + count} of {whole} on {blocks} blocks")

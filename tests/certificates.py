@@ -6,7 +6,7 @@ from pathlib import Path
 
 import trustme
 
-from kvpool.client.rpc import ClientAccess
+from kvpool.client.access import ClientAccess
 
 
 @dataclass(frozen=True)

@@ -105,7 +105,8 @@ class Conductor:
                 first = await while_connected(request, turn.first_parts())
                 outcome = None  # the response ends the turn
                 return TurnResponse(turn, first, self._limits.send_timeout_s)
-            response = JSONResponse(await while_connected(request, turn.whole()))
+            told = await while_connected(request, turn.whole())
+            response = Response(told, media_type="application/json")
             outcome = "200"
             return response
         except KVPoolError as error:

@@ -42,7 +42,7 @@ class Detokenizer:
         self._tokens.append(token)
         held = len(self._tokens) - self._emitted
         text = self._pending()
-        if not text or (text.endswith(_REPLACEMENT) and held <= _HELD_TOKENS_MAX):
+        if (not text or text.endswith(_REPLACEMENT)) and held <= _HELD_TOKENS_MAX:
             return ""
         self._context, self._emitted = self._emitted, len(self._tokens)
         return text

@@ -11,6 +11,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import aclosing
 from dataclasses import dataclass
 
+import msgspec
 from fastapi.responses import StreamingResponse
 from starlette.requests import ClientDisconnect
 from starlette.types import Message, Receive, Scope, Send
@@ -122,15 +123,19 @@ class Turn:
         )
         self._on_end(outcome)
 
-    async def whole(self) -> dict[str, object]:
-        """Generate to the end and return the answer."""
+    async def whole(self) -> bytes:
+        """Generate to the end and return the answer, as JSON."""
         while await self._advance() is not None:
             pass
+        # Logprobs of a long answer are some 100,000 objects: other requests go on meanwhile.
+        return await asyncio.to_thread(self._rendered)
+
+    def _rendered(self) -> bytes:
         parts = [
             self._part(choice, choice.echo + choice.output.text, first=True)
             for choice in self._choices
         ]
-        return self._answer.whole(parts, self._usage())
+        return msgspec.json.encode(self._answer.whole(parts, self._usage()))
 
     async def first_parts(self) -> list[tuple[int, Part]]:
         """Wait for the first step, so that an error before it is an HTTP error; return its parts."""

@@ -15,7 +15,7 @@ from typing import Final
 import msgspec
 
 from kvpool.base import StoreResult
-from kvpool.client.rpc import Service
+from kvpool.client.rpc_service import Service
 from kvpool.completion import Completion, Deadline
 from kvpool.errors import InternalError, KVPoolError, TransferTimeoutError, UsageError
 from kvpool.integration.runtime.batch import Batch, Running, Step, blocks_wanted

@@ -19,7 +19,7 @@ import msgspec
 
 from kvpool.base import Chain, Match
 from kvpool.block import BlockLayout, Incarnation
-from kvpool.client.rpc import Service
+from kvpool.client.rpc_service import Service
 from kvpool.clock import SystemClock
 from kvpool.completion import Completion, Deadline
 from kvpool.errors import (

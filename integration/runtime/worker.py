@@ -22,7 +22,7 @@ from kvpool._native import lib
 from kvpool.base import BlockPool, Chain, StoreResult
 from kvpool.block import BlockLayout
 from kvpool.client.connect import connect
-from kvpool.client.rpc import Service
+from kvpool.client.rpc_service import Service
 from kvpool.completion import Completion, Deadline
 from kvpool.config import RuntimeConfig, TransferConfig, parse_size
 from kvpool.errors import ConfigError, KVPoolError, PeerUnreachableError, UsageError

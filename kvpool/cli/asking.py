@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from kvpool.client import protocol
-from kvpool.client.rpc import Caller, ClientAccess
+from kvpool.client.access import ClientAccess
+from kvpool.client.rpc import Caller
 from kvpool.client.secret_file import read_secret
 from kvpool.errors import ConfigError, KVPoolError, PeerUnreachableError, UnavailableError
 
@@ -50,6 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--certificate-file", type=Path, metavar="FILE", help="to show to the server"
     )
     parser.add_argument("--key-file", type=Path, metavar="FILE", help="its private key")
+    parser.add_argument(
+        "--insecure", action="store_true", help="send the token to another host without TLS"
+    )
     parser.add_argument("--json", action="store_true", help="for programs: JSON on one line")
 
 
@@ -127,6 +131,7 @@ def _access(arguments: argparse.Namespace) -> ClientAccess:
         ca=_read(arguments.ca_file, "--ca-file"),
         certificate=_read(arguments.certificate_file, "--certificate-file"),
         key=_read(arguments.key_file, "--key-file"),
+        insecure=arguments.insecure,
     )
 
 

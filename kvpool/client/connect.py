@@ -10,11 +10,11 @@ from typing import Final, overload
 
 from kvpool.base import BlockPool
 from kvpool.block import BlockLayout
+from kvpool.client.access import OPEN, ClientAccess
 from kvpool.client.cluster import ClusterPool
 from kvpool.client.link import Place
 from kvpool.client.nodes import Nodes
 from kvpool.client.remote import RemotePool
-from kvpool.client.rpc import OPEN, ClientAccess
 from kvpool.client.ways import Ways
 from kvpool.clock import SystemClock
 from kvpool.completion import Deadline
@@ -82,12 +82,13 @@ def connect(
             run directory only.
         config: Waits, sizes, replicas, and where UCX binds; None means the defaults.
         access: A token and certificates, where servers ask for them. Not for a run directory, whose
-            callers are this user's own processes.
+            callers are this user's own processes. A token goes to other hosts over TLS only, unless
+            it says ``insecure``.
 
     Raises:
         LayoutMismatchError: The server keeps another layout.
-        UsageError: The server is another version, refuses this client, or is of no ring; or
-            ``target`` is neither.
+        UsageError: The server is another version, refuses this client, or is of no ring; ``target``
+            is neither; or the token would leave this host in the clear.
         ConfigError: The staging has no room for one block.
         PeerUnreachableError, TransferTimeoutError: No server there, or it did not answer.
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 from kvpool.block import BlockLayout, Incarnation
 from kvpool.client import protocol
+from kvpool.client.access import OPEN, ClientAccess
 from kvpool.client.breaker import Breaker
 from kvpool.client.life import wait_alive
-from kvpool.client.rpc import OPEN, Caller, ClientAccess, Method, Reply, Request
+from kvpool.client.rpc import Caller, Method, Reply, Request
 from kvpool.client.staging import Staging
 from kvpool.client.ways import Ways
 from kvpool.clock import Clock

@@ -14,10 +14,11 @@ from typing import Final
 
 from kvpool.block import HASH_BYTES, BlockHash, BlockLayout, NodeId
 from kvpool.client import protocol
+from kvpool.client.access import ClientAccess
 from kvpool.client.breaker import Breaker
 from kvpool.client.link import Place
 from kvpool.client.remote import RemotePool
-from kvpool.client.rpc import Asked, Caller, ClientAccess
+from kvpool.client.rpc import Asked, Caller
 from kvpool.client.ways import Ways
 from kvpool.clock import Clock
 from kvpool.completion import Deadline
@@ -321,6 +322,8 @@ class Nodes:
         told = {NodeId(one.node): one.address for one in reply.members}
         if not told:
             raise UsageError("the server is of no ring: connect to its run directory")
+        for address in told.values():
+            self._access.require_safe(address)
         now = self._clock.now()
         opened = [
             self._open(node, address)

@@ -21,6 +21,8 @@ from kvpool.base import (
     PoolStats,
     StoreResult,
     Tokens,
+    require_loadable,
+    require_storable,
 )
 from kvpool.block import HASH_BYTES, BlockLayout, Namespace
 from kvpool.client import protocol
@@ -42,7 +44,7 @@ from kvpool.errors import (
     UsageError,
 )
 from kvpool.memory import BlockView
-from kvpool.pool import hash_tokens, require_within
+from kvpool.pool import hash_tokens
 from kvpool.transfer.host_endpoint import HostEndpoint
 
 logger = logging.getLogger(__name__)
@@ -159,15 +161,13 @@ class RemotePool(BlockPool):
     ) -> Completion[int]:
         """Pull blocks out of the server's arena. See ``BlockPool``."""
         self._require_open()
-        if not isinstance(lease, RemoteLease) or lease.loads is not self._loads:
-            raise UsageError("the lease is of another pool: lease from the pool that loads")
-        self.layout.require_equal(dest.layout)
-        require_within(first, len(dest), lease.blocks, "a lease")
+        own = lease if isinstance(lease, RemoteLease) and lease.loads is self._loads else None
+        leased = require_loadable(self.layout, own, dest, first)
         if not len(dest):
             nothing: CompletionSource[int] = CompletionSource()
             nothing.finish(0)
             return nothing.completion
-        return self._loads.start(lease, dest, first, deadline_s)
+        return self._loads.start(leased, dest, first, deadline_s)
 
     def store(
         self,
@@ -180,8 +180,7 @@ class RemotePool(BlockPool):
     ) -> Completion[StoreResult]:
         """Stage blocks, chunk by chunk, for the server to pull. See ``BlockPool``."""
         self._require_open()
-        self.layout.require_equal(source.layout)
-        require_within(first, len(source), len(chain), "a chain")
+        require_storable(self.layout, chain, source, first)
         durable = durability == "ssd"
         if durable and not self.durable():
             raise CapacityError(

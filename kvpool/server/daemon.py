@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack
 from typing import Final
 
 from kvpool.client import protocol
-from kvpool.client.rpc import Service
+from kvpool.client.rpc_service import Service
 from kvpool.clock import SystemClock
 from kvpool.config import ServerConfig
 from kvpool.events import Event, EventSink, LogSink, TraceSink

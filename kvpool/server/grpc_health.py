@@ -8,7 +8,7 @@ from typing import Any
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio  # pyright: ignore[reportAttributeAccessIssue]
 
-from kvpool.client.rpc import Service
+from kvpool.client.rpc_service import Service
 
 
 class GrpcHealth:

@@ -3,7 +3,8 @@
 Pure: no clock, socket or thread. Owns one table from block hash to tenant, for the blocks that were
 stored in this run of the server; what an SSD tier kept from before belongs to nobody until a tenant
 who can name it stores it again, and its name is salted. Blocks that left the tiers are found out by
-sweeping, a bounded piece at a time: until then they count. Who calls it: the service, in its loop.
+sweeping, a bounded piece at a time: until then they count. Who calls it: ``tenancy``, in the server's
+loop; ``absent`` alone runs on a thread.
 """
 
 from collections import Counter
@@ -17,8 +18,10 @@ from kvpool.errors import CapacityError
 from kvpool.index.prefix import PrefixIndex
 from kvpool.server.tenant import Tenant
 
-# Names looked at in one piece of a sweep: some 20 ms.
+# Names looked at in one piece of a sweep: some 20 ms of a thread.
 SWEEP_NAMES: Final = 8192
+# Names looked at in the server's loop at once: some 2 ms.
+LOOP_NAMES: Final = 1024
 
 
 class TenantLedger:
@@ -27,12 +30,15 @@ class TenantLedger:
     Args:
         capacity: Names that it has room for: at least the slots of all tiers.
         block_bytes: Of one block.
-        present: Says whether a block is in a tier, as a count of leading hashes.
+        present: Says whether a block is in a tier, as a count of leading hashes. From any thread.
+
+    Attributes:
+        capacity: As given.
     """
 
     def __init__(self, capacity: int, block_bytes: int, present: Callable[[bytes], int]) -> None:
         self._names = PrefixIndex(capacity)
-        self._capacity = capacity
+        self.capacity = capacity
         self._block_bytes = block_bytes
         self._present = present
         self._numbers: dict[str, int] = {}
@@ -61,7 +67,7 @@ class TenantLedger:
             return
         used, new = self._after(tenant, hashes)
         if used + new > limit:
-            self.sweep(SWEEP_NAMES)
+            self.sweep(LOOP_NAMES)
             used, new = self._after(tenant, hashes)
         if used + new <= limit:
             return
@@ -73,37 +79,49 @@ class TenantLedger:
 
     def _after(self, tenant: Tenant, hashes: bytes) -> tuple[int, int]:
         """Return what a tenant has, and what these blocks would add, in bytes."""
-        held = sum(self._names.get(name) is not None for name in _each(hashes))
-        new = (len(hashes) // HASH_BYTES - held) * self._block_bytes
-        return self.used_bytes(tenant.name), new
+        return self.used_bytes(tenant.name), len(self._new(hashes)) * self._block_bytes
+
+    def is_full(self, hashes: bytes) -> bool:
+        """Say whether there is no room for these names: a sweep of all of them makes some."""
+        return len(self._names) + len(self._new(hashes)) > self.capacity
 
     def stored(self, tenant: Tenant, hashes: bytes) -> None:
         """Take note that blocks are here now, and whose they are if they were nobody's."""
-        count = len(hashes) // HASH_BYTES
-        if len(self._names) + count > self._capacity:
-            self.sweep(self._capacity)  # blocks leave the tiers before names outnumber their slots
-        room = self._capacity - len(self._names)
-        if count > room:
+        new = self._new(hashes)
+        if len(self._names) + len(new) > self.capacity:
             return  # those beyond the room stay nobody's: their names are salted still
         own = self._number(tenant.name)
-        added = self._names.add(hashes, np.full(count, own, dtype=np.uint64))
+        added = self._names.add(b"".join(new), np.full(len(new), own, dtype=np.uint64))
         self._counts[own] += int(added.sum())
 
     def sweep(self, limit: int) -> int:
         """Forget blocks that left the tiers, among the next ``limit`` names; return how many."""
-        if not self._sweeping:
+        return self.forget(self.absent(self.piece(limit)))
+
+    def piece(self, limit: int) -> bytes:
+        """Return the names to look at next, ``limit`` at most; all of them for ``capacity``."""
+        if not self._sweeping or limit >= self.capacity:
             self._sweeping = self._names.keys()
         piece = self._sweeping[: limit * HASH_BYTES]
         self._sweeping = self._sweeping[limit * HASH_BYTES :]
+        return piece
+
+    def absent(self, names: bytes) -> list[BlockHash]:
+        """Return those of the names whose blocks are in no tier. From any thread."""
+        return [name for name in _each(names) if not self._present(name)]
+
+    def forget(self, names: list[BlockHash]) -> int:
+        """Forget those of the names whose blocks are in no tier now; return how many."""
         gone = 0
-        for name in _each(piece):
-            if self._present(name):
-                continue
+        for name in names:
             number = self._names.get(name)
-            if number is not None and self._names.remove(name):
+            if number is not None and not self._present(name) and self._names.remove(name):
                 self._counts[number] -= 1
                 gone += 1
         return gone
+
+    def _new(self, hashes: bytes) -> list[BlockHash]:
+        return [name for name in _each(hashes) if self._names.get(name) is None]
 
     def _number(self, tenant: str) -> int:
         return self._numbers.setdefault(tenant, len(self._numbers))

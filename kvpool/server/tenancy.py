@@ -5,15 +5,17 @@ in ``calling_tenant``; a caller without a name (this user's own processes) is he
 the server's loop alone. Who calls it: the service, and the RPC edge for its gates.
 """
 
+import asyncio
 import logging
 from collections.abc import Callable, Mapping
+from concurrent.futures import Executor
 from typing import Final
 
 from kvpool.block import HASH_BYTES
-from kvpool.client.rpc import Gate
+from kvpool.client.rpc_service import Gate
 from kvpool.errors import CapacityError, UsageError
 from kvpool.metrics import Metrics
-from kvpool.server.quotas import SWEEP_NAMES, TenantLedger
+from kvpool.server.quotas import LOOP_NAMES, SWEEP_NAMES, TenantLedger
 from kvpool.server.tenant import Authenticator, calling_tenant
 
 logger = logging.getLogger(__name__)
@@ -52,10 +54,16 @@ class Tenancy:
         """Make room for as many blocks as the tiers have slots."""
         self._ledger = TenantLedger(2 * slots, block_bytes, present)
 
-    def tick(self) -> None:
-        """Look for blocks that left. To be called now and then."""
-        if self._ledger is not None:
-            self._ledger.sweep(SWEEP_NAMES)
+    async def sweep(self, executor: Executor, limit: int = SWEEP_NAMES) -> None:
+        """Look for blocks that left, among so many names, on a thread. To be called now and then."""
+        ledger = self._ledger
+        if ledger is None or not (piece := ledger.piece(limit)):
+            return
+        loop = asyncio.get_running_loop()
+        gone = await loop.run_in_executor(executor, ledger.absent, piece)
+        for at in range(0, len(gone), LOOP_NAMES):
+            ledger.forget(gone[at : at + LOOP_NAMES])
+            await asyncio.sleep(0)
 
     def visible(self, hashes: bytes) -> bytes:
         """Return the leading hashes that the caller may know of."""
@@ -96,11 +104,15 @@ class Tenancy:
             self._count("store_bytes")
             raise
 
-    def stored(self, hashes: bytes) -> None:
+    async def stored(self, hashes: bytes, executor: Executor) -> None:
         """Take note that blocks of the caller are here."""
         tenant = calling_tenant.get()
-        if self._ledger is not None and tenant.name and hashes:
-            self._ledger.stored(tenant, hashes)
+        if self._ledger is None or not tenant.name or not hashes:
+            return
+        if self._ledger.is_full(hashes):
+            # Blocks leave the tiers before names outnumber their slots.
+            await self.sweep(executor, self._ledger.capacity)
+        self._ledger.stored(tenant, hashes)
 
     def require_leasable(self, leased_bytes: int) -> None:
         """Raise CapacityError if all clients of the caller together hold too much."""

@@ -9,7 +9,18 @@ import threading
 
 import numpy as np
 
-from kvpool.base import BlockPool, Chain, Durability, Lease, Match, PoolStats, StoreResult, Tokens
+from kvpool.base import (
+    BlockPool,
+    Chain,
+    Durability,
+    Lease,
+    Match,
+    PoolStats,
+    StoreResult,
+    Tokens,
+    require_loadable,
+    require_storable,
+)
 from kvpool.block import BlockHash, BlockLayout, Namespace
 from kvpool.clock import Clock, SystemClock
 from kvpool.completion import Completion, CompletionSource
@@ -21,7 +32,7 @@ from kvpool.errors import (
     UsageError,
 )
 from kvpool.memory import BlockView, Span, copy_blocks
-from kvpool.pool import hash_tokens, require_within
+from kvpool.pool import hash_tokens
 
 
 class FakeLease(Lease):
@@ -87,10 +98,8 @@ class FakePool(BlockPool):
         self, lease: Lease, dest: BlockView, *, first: int = 0, deadline_s: float
     ) -> Completion[int]:
         """Copy at once."""
-        dest.layout.require_equal(self.layout)
-        require_within(first, len(dest), lease.blocks, "a lease")
-        if not dest.writable:
-            raise UsageError("the destination is read-only")
+        own = lease if isinstance(lease, FakeLease) and lease.pool is self else None
+        require_loadable(self.layout, own, dest, first)
         source: CompletionSource[int] = CompletionSource()
         with self.lock:
             self._require_open()
@@ -116,8 +125,7 @@ class FakePool(BlockPool):
         deadline_s: float,
     ) -> Completion[StoreResult]:
         """Copy at once."""
-        source.layout.require_equal(self.layout)
-        require_within(first, len(source), len(chain), "a chain")
+        require_storable(self.layout, chain, source, first)
         if durability != "dram":
             raise CapacityError("there is no ssd tier: store with 'dram'")
         end: CompletionSource[StoreResult] = CompletionSource()

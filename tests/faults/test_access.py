@@ -1,23 +1,20 @@
 """Nobody gets in who may not, nothing is granted to him, and nothing that is sent ends the server."""
 
 import os
-import random
-import socket
-import ssl
 import urllib.request
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
-import grpc
 import pytest
 from google.protobuf.message import Message
 
 from kvpool.client import protocol
+from kvpool.client.access import OPEN, ClientAccess
 from kvpool.client.link import Place
 from kvpool.client.remote import RemotePool
-from kvpool.client.rpc import OPEN, Caller, ClientAccess, Method
+from kvpool.client.rpc import Caller, Method
 from kvpool.client.ways import Ways
 from kvpool.errors import (
     CapacityError,
@@ -43,7 +40,7 @@ METHODS: list[Method[Message, Message]] = [
 NAMES = [method.name for method in METHODS]
 
 
-def _token(tenant: str) -> str:
+def token_of(tenant: str) -> str:
     return f"{tenant}-{'t' * 40}"
 
 
@@ -60,7 +57,7 @@ class Secure:
         return Caller(self.address, access)
 
     def tenant(self, name: str) -> ClientAccess:
-        return self.authority.access(token=_token(name))
+        return self.authority.access(token=token_of(name))
 
     def pool(self, name: str) -> RemotePool:
         ways = Ways(LAYOUT, PATIENT)
@@ -80,7 +77,10 @@ class Secure:
         return {**dict(reply.stats), **dict(reply.extra)}
 
 
-def _start(folder: Path, *, mutual: bool = False, expired: bool = False) -> Secure:
+def start(
+    folder: Path, *, mutual: bool = False, expired: bool = False, ucx: bool = False
+) -> Secure:
+    """Start a server with tenants and TLS."""
     authority = Authority(folder)
     server = authority.issue("server", expired=expired)
     port, http = free_port(), free_port()
@@ -93,6 +93,7 @@ def _start(folder: Path, *, mutual: bool = False, expired: bool = False) -> Secu
         f'certificate_file = "{server.certificate}"',
         f'key_file = "{server.key}"',
         f'client_ca_file = "{authority.ca}"' if mutual else "",
+        f"[transfer]\nucx = {str(ucx).lower()}",
         "[access]",
         f'server_ca_file = "{authority.ca}"',
         f'secret_file = "{_secret(folder / "secret", "p" * 64)}"',
@@ -102,7 +103,7 @@ def _start(folder: Path, *, mutual: bool = False, expired: bool = False) -> Secu
         if mutual:
             lines.append(f'certificate_names = ["{tenant}.pool"]')
         else:
-            lines.append(f'token_file = "{_secret(folder / tenant, _token(tenant))}"')
+            lines.append(f'token_file = "{_secret(folder / tenant, token_of(tenant))}"')
         if tenant == "small":
             quota = QUOTA_BLOCKS * LAYOUT.block_bytes
             lines += [f"lease_bytes_max = {quota}", f"store_bytes_max = {2 * quota}"]
@@ -121,7 +122,7 @@ def _secret(path: Path, text: str) -> Path:
 
 @pytest.fixture(scope="module")
 def secure(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Secure]:
-    made = _start(tmp_path_factory.mktemp("secure"))
+    made = start(tmp_path_factory.mktemp("secure"))
     with made.process:
         with closing(made.caller(made.tenant("servers"))) as caller:
             layout = protocol.encode_layout(LAYOUT)
@@ -149,7 +150,7 @@ def test_without_a_valid_token_every_method_is_refused(
     secure: Secure, method: Method[Message, Message]
 ) -> None:
     before = secure.counter("unknown")
-    for token in ("", "x" * 64, _token("red")[:-1], _token("red") + "t", "../../etc/passwd"):
+    for token in ("", "x" * 64, token_of("red")[:-1], token_of("red") + "t", "../../etc/passwd"):
         with (
             closing(secure.caller(secure.authority.access(token=token))) as caller,
             pytest.raises(UsageError, match="lets nobody in without a valid token"),
@@ -159,7 +160,7 @@ def test_without_a_valid_token_every_method_is_refused(
 
 
 def test_without_tls_there_is_no_answer(secure: Secure) -> None:
-    for access in (OPEN, ClientAccess(token=_token("red"))):
+    for access in (OPEN, ClientAccess(token=token_of("red"))):
         with closing(secure.caller(access)) as caller, pytest.raises(PeerUnreachableError):
             caller.call(protocol.STATS, protocol.Done(), WAIT_S)
 
@@ -167,13 +168,13 @@ def test_without_tls_there_is_no_answer(secure: Secure) -> None:
 def test_a_server_that_another_authority_signed_is_not_trusted(
     secure: Secure, tmp_path: Path
 ) -> None:
-    stranger = Authority(tmp_path).access(token=_token("red"))
+    stranger = Authority(tmp_path).access(token=token_of("red"))
     with closing(secure.caller(stranger)) as caller, pytest.raises(PeerUnreachableError):
         caller.call(protocol.STATS, protocol.Done(), WAIT_S)
 
 
 def test_a_certificate_is_asked_for_and_looked_at(tmp_path: Path) -> None:
-    made = _start(tmp_path / "own", mutual=True)
+    made = start(tmp_path / "own", mutual=True)
     stranger = Authority(tmp_path / "other")
     own = made.authority
     with made.process:
@@ -198,7 +199,7 @@ def test_a_certificate_is_asked_for_and_looked_at(tmp_path: Path) -> None:
 
 
 def test_a_server_whose_certificate_expired_is_not_trusted(tmp_path: Path) -> None:
-    made = _start(tmp_path / "own", expired=True)
+    made = start(tmp_path / "own", expired=True)
     with (
         made.process,
         closing(made.caller(made.tenant("red"))) as caller,
@@ -227,7 +228,7 @@ def test_another_tenants_salt_opens_nothing(secure: Secure) -> None:
         store(red, 2)
         names = chain_of(red, 2).hashes
         caller = stack.enter_context(closing(secure.caller(secure.tenant("blue"))))
-        client = _greet(caller)
+        client = greet(caller)
         match = caller.call(protocol.MATCH, protocol.MatchRequest(hashes=names), WAIT_S)
         assert match.blocks == 0
         lease = protocol.LeaseRequest(client=client, hashes=names, seconds=1.0)
@@ -251,7 +252,7 @@ def test_a_connection_is_its_tenants_alone(secure: Secure) -> None:
     with ExitStack() as stack:
         red = stack.enter_context(closing(secure.caller(secure.tenant("red"))))
         blue = stack.enter_context(closing(secure.caller(secure.tenant("blue"))))
-        client = _greet(red)
+        client = greet(red)
         hello = protocol.HelloRequest(
             version=protocol.PROTOCOL_VERSION, client=client, streams=True
         )
@@ -309,10 +310,8 @@ def test_any_text_is_a_name_and_no_path(secure: Secure, name: str) -> None:
         assert pool.chain(odd, tokens).hashes != pool.chain(plain, tokens).hashes
 
 
-# ---- garbage -------------------------------------------------------------------------------------
-
-
-def _greet(caller: Caller) -> bytes:
+def greet(caller: Caller) -> bytes:
+    """Become a client without a transport; return its name."""
     client = os.urandom(protocol.CLIENT_BYTES)
     caller.call(
         protocol.HELLO,
@@ -320,93 +319,6 @@ def _greet(caller: Caller) -> bytes:
         WAIT_S,
     )
     return client
-
-
-def _message(kind: type[Message], client: bytes, rng: random.Random) -> Message:
-    """Return a request whose fields are mostly of the right kind, and of no use."""
-    made = kind()
-    for field in kind.DESCRIPTOR.fields:
-        if rng.random() < 0.2 or field.message_type is not None:
-            continue
-        number = rng.choice([0, 1, 2, 7, 1 << 31, (1 << 32) - 1])
-        values: dict[type, object] = {
-            bytes: rng.choice([client, b"", rng.randbytes(32), rng.randbytes(31), bytes(3200)]),
-            str: rng.choice(["", "a", "../x", "\0", "x" * 300]),
-            float: rng.choice([0.0, -1.0, 1.0, float("nan"), float("inf"), 1e300]),
-            int: number,
-            bool: rng.random() < 0.5,
-        }
-        value = values[type(field.default_value) if not field.is_repeated else int]
-        with suppress(ValueError, TypeError):  # above what the field holds
-            if field.is_repeated:
-                getattr(made, field.name).extend([number, 0])
-            else:
-                setattr(made, field.name, value)
-    return made
-
-
-def test_no_frame_grants_anything_or_ends_the_server(
-    secure: Secure, count: Callable[[int, int], int]
-) -> None:
-    """Every method, with a token and without: noise, cut and changed messages, odd values."""
-    rng = random.Random(20)
-    credentials = secure.authority.access().credentials()
-    header = (("authorization", f"Bearer {_token('red')}"),)
-    with ExitStack() as stack:
-        caller = stack.enter_context(closing(secure.caller(secure.tenant("red"))))
-        client = _greet(caller)
-        channel = stack.enter_context(grpc.secure_channel(secure.address, credentials))
-        for number in range(count(12, 4000)):
-            for method in METHODS:
-                whole = _message(method.request, client, rng).SerializeToString()
-                cut = whole[: rng.randrange(len(whole) + 1)]
-                frame = rng.choice([whole, cut, cut + rng.randbytes(9), rng.randbytes(number % 99)])
-                metadata = header if rng.random() < 0.8 else ()
-                _send(channel, method, frame, metadata)
-        stats = secure.stats()
-    assert secure.process.process.poll() is None
-    assert (stats["leases"], stats["quarantined"], stats["reserved"]) == (0, 0, 0)
-
-
-def _send(
-    channel: grpc.Channel,
-    method: Method[Message, Message],
-    frame: bytes,
-    metadata: tuple[tuple[str, str], ...],
-) -> None:
-    """Send one frame. What comes back is an answer or a typed refusal, never a bug."""
-    try:
-        if method.takes:
-            call = channel.stream_unary(method.path)
-            call(iter([frame, frame]), timeout=WAIT_S, metadata=metadata)
-        elif method.streams:
-            stream = channel.unary_stream(method.path)(frame, timeout=0.2, metadata=metadata)
-            next(iter(stream), None)
-            stream.cancel()
-        else:
-            channel.unary_unary(method.path)(frame, timeout=WAIT_S, metadata=metadata)
-    except grpc.RpcError as error:
-        said = dict(error.trailing_metadata() or ()).get("kvpool-error", "")
-        assert said != "InternalError", f"{method.name} {frame.hex()}: {error.details()}"
-        assert error.code() != grpc.StatusCode.UNKNOWN, f"{method.name} {frame.hex()}"
-
-
-def test_what_is_no_grpc_is_hung_up_on(secure: Secure, count: Callable[[int, int], int]) -> None:
-    rng = random.Random(21)
-    preface = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-    host, port = secure.address.split(":")
-    plain = ssl.create_default_context(cafile=str(secure.authority.ca))
-    plain.set_alpn_protocols(["h2"])
-    for number in range(count(10, 2000)):
-        noise = rng.choice([b"", preface]) + rng.randbytes(rng.choice([0, 9, 100, 5000]))
-        with socket.create_connection((host, int(port)), WAIT_S) as raw, suppress(OSError):
-            if number % 2:
-                raw.sendall(noise)
-                continue
-            with plain.wrap_socket(raw, server_hostname="localhost") as wrapped:
-                wrapped.sendall(noise)
-    assert secure.process.process.poll() is None
-    assert secure.stats()["leases"] == 0
 
 
 # ---- where it listens ----------------------------------------------------------------------------

@@ -23,7 +23,7 @@ from kvpool.client import protocol
 from kvpool.client.connect import connect
 from kvpool.client.link import Link, Place, open_link
 from kvpool.client.remote import RemotePool
-from kvpool.client.rpc import Service
+from kvpool.client.rpc_service import Service
 from kvpool.client.ways import Ways
 from kvpool.clock import SystemClock
 from kvpool.config import PoolConfig, ServerConfig, TransferConfig
@@ -59,6 +59,15 @@ class Running:
     pool: PoolService
     metrics: Metrics
     events: ListSink
+    loop: asyncio.AbstractEventLoop
+
+    def tick(self) -> None:
+        """Have it tick in its loop."""
+
+        async def tick() -> None:
+            self.pool.tick()
+
+        asyncio.run_coroutine_threadsafe(tick(), self.loop).result(WAIT_S)
 
     def connect(self) -> RemotePool:
         return connect(self.run_dir, LAYOUT, WAIT_S, config=PATIENT)
@@ -107,7 +116,7 @@ def running(*, copy_threads: int = 2, clients_max: int = 8) -> Iterator[Running]
         thread.start()
         assert ready.wait(WAIT_S)
         try:
-            yield Running(run_dir, started[0], metrics, events)
+            yield Running(run_dir, started[0], metrics, events, loop)
         finally:
             loop.call_soon_threadsafe(stop.set)
             thread.join(WAIT_S)
@@ -335,7 +344,7 @@ def test_a_lost_client_is_counted(service: Running, watcher: RemotePool) -> None
     assert [event.peer for event in service.events.events if isinstance(event, PeerLost)] == [
         "client"
     ]
-    service.pool.tick()
+    service.tick()
     shown = service.metrics.expose().decode()
     assert "kvpool_server_client_count 1.0" in shown
     assert f'kvpool_tiers_slot_count{{state="free",tier="dram"}} {SLOTS}.0' in shown

@@ -9,7 +9,8 @@ import grpc.aio
 import msgspec
 import pytest
 
-from kvpool.client.rpc import MESSAGE_BYTES_MAX, AsyncCaller, Caller, Method, Service
+from kvpool.client.rpc import MESSAGE_BYTES_MAX, AsyncCaller, Caller, Method
+from kvpool.client.rpc_service import Service
 from kvpool.errors import (
     CapacityError,
     ClosedError,

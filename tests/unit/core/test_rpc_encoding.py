@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvpool.client.rpc import AsyncCaller, Caller, Method, Service
+from kvpool.client.rpc import AsyncCaller, Caller, Method
+from kvpool.client.rpc_service import Service
 from kvpool.errors import InternalError
 
 WAIT_S = 30.0

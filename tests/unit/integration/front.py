@@ -16,7 +16,7 @@ import httpx
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from kvpool.client.rpc import Service
+from kvpool.client.rpc_service import Service
 from kvpool.config import RuntimeConfig
 from kvpool.integration.conductor.app import Conductor, create_app
 from kvpool.integration.conductor.dispatch import Dispatcher

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.client.rpc import Service
+from kvpool.client.rpc_service import Service
 from kvpool.errors import (
     CapacityError,
     KVPoolError,

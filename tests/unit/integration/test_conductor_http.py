@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import threading
 from collections.abc import AsyncGenerator, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from kvpool.completion import Deadline
 from kvpool.errors import TransferTimeoutError
 from kvpool.integration.conductor.dispatch import Produced
+from kvpool.integration.conductor.logprobs import TokenTexts
 from kvpool.integration.conductor.turn import in_turn
 from tests.unit.integration.front import CHARACTERS, NAME, Front, front
 from tests.unit.integration.pair import WAIT_S, expected
@@ -414,3 +416,24 @@ def test_a_chosen_token_is_always_told(served: Front) -> None:
         assert math.isfinite(told["token_logprobs"][0])
 
     served.run(story())
+
+
+def test_many_logprobs_are_put_together_beside_the_loop(
+    served: Front, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are the bulk of a long answer: other requests must not wait for them."""
+    threads: list[int] = []
+    shown = TokenTexts.text
+
+    def text(texts: TokenTexts, token: int) -> str:
+        threads.append(threading.get_ident())
+        return shown(texts, token)
+
+    monkeypatch.setattr(TokenTexts, "text", text)
+    for story in (
+        served.complete(PROMPT, max_tokens=4, logprobs=3),
+        served.chat(PROMPT, max_tokens=4, logprobs=True, top_logprobs=3),
+    ):
+        served.run(story)
+        assert threads and threading.get_ident() not in threads
+        threads.clear()

@@ -47,6 +47,35 @@ def test_a_special_token_adds_nothing() -> None:
     assert [detokenizer.push(token) for token in (104, 256, 105)] == ["h", "", "i"]
 
 
+class Counting(Bytes):
+    """Counts the tokens that it was given."""
+
+    def __init__(self) -> None:
+        self.tokens = 0
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        self.tokens += len(token_ids)
+        return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+@given(st.lists(st.sampled_from([104, 256, 0xC3, 0xA4, 0xFF]), min_size=100, max_size=400))
+def test_no_token_is_decoded_more_often_than_a_few_times(tokens: list[int]) -> None:
+    """However many of them have no text: special ones, and bytes of no character."""
+    decoder = Counting()
+    detokenizer = Detokenizer(decoder)
+    text = "".join(map(detokenizer.push, tokens)) + detokenizer.finish()
+    assert text.count("h") == tokens.count(104)
+    assert decoder.tokens <= 25 * len(tokens)
+
+
+def test_tokens_without_text_are_not_decoded_again_and_again() -> None:
+    decoder = Counting()
+    detokenizer = Detokenizer(decoder)
+    for _ in range(4000):
+        assert detokenizer.push(256) == ""
+    assert decoder.tokens <= 25 * 4000
+
+
 @given(
     st.text("abc", max_size=30),
     st.lists(st.text("abc", min_size=1, max_size=4), max_size=3),

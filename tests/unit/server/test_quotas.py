@@ -1,12 +1,18 @@
 """The ledger of tenants against a dict: whose each block is, and how much each tenant has."""
 
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
 from kvpool.errors import CapacityError
+from kvpool.metrics import Metrics
 from kvpool.server.quotas import TenantLedger
-from kvpool.server.tenant import Tenant
+from kvpool.server.tenancy import Tenancy
+from kvpool.server.tenant import Tenant, calling_tenant
 from kvpool.testing.blocks import key
 
 RED = Tenant(name="red", store_bytes_max=300)
@@ -24,6 +30,8 @@ class Scene:
         names = b"".join(key(number) for number in numbers)
         self.ledger.require_room(tenant, names)
         self.tier.update(key(number) for number in numbers)
+        if self.ledger.is_full(names):
+            self.ledger.sweep(CAPACITY)
         self.ledger.stored(tenant, names)
 
 
@@ -70,6 +78,42 @@ def test_blocks_that_left_make_room_again() -> None:
     scene.store(RED, 4)
     assert scene.ledger.used_bytes("red") == 300
     assert scene.ledger.visible(BLUE, _names(2)) == 1
+
+
+def test_all_names_are_swept_whatever_was_swept_before() -> None:
+    scene = Scene()
+    scene.store(RED, 1, 2, 3)
+    scene.ledger.sweep(2)
+    scene.tier.clear()
+    assert scene.ledger.sweep(CAPACITY) == 3
+
+
+def test_a_sweep_looks_at_the_tiers_on_a_thread() -> None:
+    """The tiers are asked once a name: the server's loop has other things to do."""
+    threads: list[int] = []
+
+    def present(name: bytes) -> int:
+        threads.append(threading.get_ident())
+        return int(name != key(7))
+
+    async def swept() -> int:
+        with ThreadPoolExecutor(1) as executor:
+            tenancy = Tenancy(Metrics())
+            tenancy.opened(CAPACITY, BLOCK_BYTES, present)
+            calling_tenant.set(RED)
+            await tenancy.stored(_names(1, 2, 7), executor)
+            await tenancy.sweep(executor)
+            return threads.count(threading.get_ident())
+
+    assert asyncio.run(swept()) == 1  # the one that is gone is looked at again
+    assert len(threads) == 4
+
+
+def test_a_chain_that_is_known_in_part_needs_room_for_the_rest_alone() -> None:
+    scene = Scene()
+    scene.store(BLUE, *range(14))
+    scene.store(BLUE, 0, 1, 15)
+    assert scene.ledger.used_bytes("blue") == 15 * BLOCK_BYTES
 
 
 STEP = st.tuples(

@@ -1,0 +1,220 @@
+"""Loads from several servers at once: another replica is read where one fails.
+
+Owns what a load tries next, and how long. Blocks themselves move through the pools of single servers.
+Runs on threads ``kvpool-load``. Who calls it: the pool over many servers.
+"""
+
+import logging
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from kvpool.block import BlockLayout
+from kvpool.client.nodes import Nodes
+from kvpool.client.parts import ClusterLease, Leaser, Part
+from kvpool.client.placing import run_on
+from kvpool.completion import Completion, CompletionSource, Deadline
+from kvpool.config import TransferConfig
+from kvpool.errors import (
+    CancelledTransferError,
+    ClosedError,
+    InternalError,
+    KVPoolError,
+    TransferTimeoutError,
+)
+from kvpool.memory import BlockView
+
+logger = logging.getLogger(__name__)
+
+# A replica that gives less than this is slow: the next one is asked.
+_SLOWEST_BYTES_S: Final = 64 << 20
+# Longest that the end of a load is waited for behind its deadline: its pull has one of its own.
+_END_TIMEOUT_S: Final = 10.0
+
+
+class _Running(Completion[int]):
+    """A load under way; ``cancel`` reaches the parts of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pulls: list[Completion[int]] = []
+
+    @property
+    def cancel_requested(self) -> bool:
+        """Whether the reader has asked for an early end."""
+        return self._cancel_requested
+
+    def cancel(self) -> None:
+        super().cancel()
+        for pull in list(self.pulls):
+            pull.cancel()
+
+
+class Gathering:
+    """Loads of a pool over many servers. Safe from any thread; ``_lock`` guards the count.
+
+    Args:
+        nodes: The servers.
+        leaser: For what one replica did not give.
+        layout: Of the blocks.
+        config: Threads and waits.
+    """
+
+    def __init__(
+        self, nodes: Nodes, leaser: Leaser, layout: BlockLayout, config: TransferConfig
+    ) -> None:
+        self._nodes = nodes
+        self._leaser = leaser
+        self._layout = layout
+        self._config = config
+        self._lock = threading.Lock()
+        self._retries = 0
+        self._closed = False
+        self._threads = ThreadPoolExecutor(config.completion_threads, "kvpool-load")
+
+    @property
+    def retries(self) -> int:
+        """How often another replica was read."""
+        with self._lock:
+            return self._retries
+
+    def start(
+        self, lease: ClusterLease, dest: BlockView, first: int, deadline_s: float
+    ) -> Completion[int]:
+        """Begin a load; its completion is as ``BlockPool.load`` says."""
+        source: CompletionSource[int] = CompletionSource()
+        running = source.completion = _Running()
+        deadline = Deadline(deadline_s)
+
+        def work() -> int:
+            return self._load(lease, dest, first, deadline, running)
+
+        def ended(good: int) -> None:
+            if good:
+                source.advance(self._layout.num_layers)
+
+        run_on(self._threads, source, work, ended)
+        return running
+
+    def close(self) -> None:
+        """Have what is under way end with ClosedError, and begin nothing any more."""
+        self._closed = True
+        self._threads.shutdown(wait=False)
+
+    def join(self) -> None:
+        """Wait for the end of all loads. After the servers were closed, which ends them."""
+        self._threads.shutdown(wait=True)
+
+    def _load(
+        self,
+        lease: ClusterLease,
+        dest: BlockView,
+        first: int,
+        deadline: Deadline,
+        running: _Running,
+    ) -> int:
+        """Start all parts at once, and end them in order; return the leading blocks that came."""
+        stop = first + len(dest)
+        pulls: list[tuple[int, int, Part, Completion[int] | KVPoolError]] = []
+        for part in lease.parts:
+            begin, end = max(part.begin, first), min(part.end, stop)
+            if begin < end:
+                view = dest.take(begin - first, end - first)
+                pulls.append((begin, end, part, self._pull(part, view, begin, deadline, running)))
+        at = first
+        for begin, end, part, pull in pulls:
+            good = self._end(pull, part, deadline) if at == begin else self._give_up(pull)
+            if at == begin:
+                at += good
+                if at < end and not self._over(deadline, running):
+                    at = self._retry(lease, dest, first, (at, end), part, deadline, running)
+        if running.cancel_requested:
+            raise CancelledTransferError("cancelled by the caller")
+        if self._closed:
+            raise ClosedError("the pool was closed")
+        if at < stop and deadline.passed():
+            raise TransferTimeoutError("the deadline of the load passed")
+        return at - first
+
+    def _over(self, deadline: Deadline, running: _Running) -> bool:
+        return running.cancel_requested or self._closed or deadline.passed()
+
+    def _pull(
+        self, part: Part, view: BlockView, begin: int, deadline: Deadline, running: _Running
+    ) -> Completion[int] | KVPoolError:
+        """Start one part. What goes wrong at once is returned."""
+        wait_s = (
+            self._config.read_timeout_s + len(view) * self._layout.block_bytes / _SLOWEST_BYTES_S
+        )
+        try:
+            pull = part.node.pool.load(
+                part.lease,
+                view,
+                first=begin - part.begin,
+                deadline_s=min(deadline.remaining_s(), wait_s),
+            )
+        except KVPoolError as error:
+            return error
+        running.pulls.append(pull)
+        if running.cancel_requested:
+            pull.cancel()
+        return pull
+
+    def _end(self, pull: Completion[int] | KVPoolError, part: Part, deadline: Deadline) -> int:
+        """Wait until nothing writes any more; return how many leading blocks came.
+
+        A holder that gives no sign of life for ``read_timeout_s`` meanwhile is given up.
+        """
+        if isinstance(pull, KVPoolError):
+            return 0
+        look_s = self._config.read_timeout_s / 2
+        while True:
+            try:
+                return pull.wait(min(look_s, deadline.remaining_s()))
+            except KVPoolError as error:
+                if pull.done():
+                    logger.debug("a replica failed: %s", error)
+                    return 0
+            if deadline.passed() or not part.node.pool.is_alive(look_s):
+                return self._give_up(pull)
+
+    def _give_up(self, pull: Completion[int] | KVPoolError) -> int:
+        """Cancel a pull and wait until nothing writes any more."""
+        if isinstance(pull, KVPoolError):
+            return 0
+        pull.cancel()
+        try:
+            return pull.wait(_END_TIMEOUT_S)
+        except KVPoolError as error:
+            if not pull.done():
+                raise InternalError("a pull did not end behind its deadline") from error
+            return 0
+
+    def _retry(
+        self,
+        lease: ClusterLease,
+        dest: BlockView,
+        first: int,
+        blocks: tuple[int, int],
+        failed: Part,
+        deadline: Deadline,
+        running: _Running,
+    ) -> int:
+        """Read what one replica did not give from others; return up to where blocks came."""
+        at, end = blocks
+        tried = {failed.node.node}
+        self._nodes.absent(failed.node.node, lease.chain[at])
+        while at < end and not self._over(deadline, running):
+            part = self._leaser.lease(lease, at, end, tried)
+            if part is None:
+                break
+            with self._lock:
+                self._retries += 1
+            try:
+                view = dest.take(at - first, part.end - first)
+                pull = self._pull(part, view, at, deadline, running)
+                at += self._end(pull, part, deadline)
+            finally:
+                part.lease.close()
+            tried.add(part.node.node)
+        return at

@@ -1,0 +1,138 @@
+"""What a client reads: leases of blocks, and their bytes where it has no transport to pull them.
+
+Owns the checks of a lease, and nothing else: the pool owns leases, ``sessions`` who has which. Runs in
+the server's event loop; promotion and verification run beside it. Who calls it: clients, through the
+service.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncGenerator
+
+from kvpool.arena import Slots
+from kvpool.block import HASH_BYTES
+from kvpool.client import protocol
+from kvpool.client.streams import cut
+from kvpool.errors import CapacityError, CorruptionError, UsageError
+from kvpool.memory import BlockView, Crcs
+from kvpool.pool import Pool
+from kvpool.server.served_pool import ServedPool
+from kvpool.server.sessions import Session, Sessions
+from kvpool.tiers.lease import LeaseId
+from kvpool.tiers.stack import StackTier
+
+logger = logging.getLogger(__name__)
+
+
+class Leasing:
+    """The methods ``Lease``, ``Report``, ``Release`` and ``Read``."""
+
+    def __init__(self, served: ServedPool, sessions: Sessions) -> None:
+        self._served = served
+        self._sessions = sessions
+
+    async def lease(self, request: protocol.LeaseRequest) -> protocol.LeaseReply:
+        """Grant the leading blocks that are here, brought up first if they are below."""
+        session, pool = self._sessions.get(request.client), self._served.get()
+        self._served.tenancy.require_own(request.hashes)
+        await self._promote(pool, request.hashes)
+        lease, slots = self._grant(pool, session, request.hashes, request.seconds)
+        pool.leases.count_missing(request.missing)
+        if session.endpoint is None:
+            session.leases.add(lease)
+        if self._served.holdings is not None and len(slots) * HASH_BYTES < len(request.hashes):
+            self._served.holdings.missed(request.hashes[len(slots) * HASH_BYTES :][:HASH_BYTES])
+        return protocol.LeaseReply(
+            lease=lease,
+            slots=slots.indices.tolist(),
+            generations=slots.generations.tolist(),
+        )
+
+    async def report(self, request: protocol.ReportRequest) -> protocol.Done:
+        """Look at a block that a reader says is damaged."""
+        session, pool = self._sessions.get(request.client), self._served.get()
+        await asyncio.get_running_loop().run_in_executor(
+            self._served.executor,
+            pool.leases.report_bad,
+            session.client,
+            LeaseId(request.lease),
+            [request.block],
+        )
+        return protocol.Done()
+
+    async def release(self, request: protocol.ReleaseRequest) -> protocol.Done:
+        """End a lease."""
+        session = self._sessions.get(request.client)
+        session.leases.discard(LeaseId(request.lease))
+        self._served.get().leases.release(session.client, LeaseId(request.lease))
+        return protocol.Done()
+
+    async def read(self, request: protocol.ReadRequest) -> AsyncGenerator[protocol.Payload]:
+        """Send leased blocks, verified; what does not verify ends the stream and leaves the pool."""
+        session, pool = self._sessions.get(request.client), self._served.get()
+        with pool.leases.reading(LeaseId(request.lease)) as held:
+            if request.lease not in session.leases or not (
+                0 < request.count <= len(held.slots) - request.first
+            ):
+                raise UsageError(
+                    f"blocks {request.first} to {request.first + request.count} are not of a lease "
+                    f"of this client on {len(held.slots)} blocks"
+                )
+            loop = asyncio.get_running_loop()
+            for index in range(request.first, request.first + request.count):
+                if index in held.bad:
+                    return
+                slots = held.slots[index : index + 1]
+                view, crcs = pool.tier.view(slots, writable=False), pool.tier.crcs(slots)
+                try:
+                    pieces = await loop.run_in_executor(
+                        self._served.executor, _pieces, view, index, crcs
+                    )
+                except CorruptionError:
+                    pool.leases.drop_bad(held, index)
+                    return
+                for piece in pieces:
+                    piece.block -= request.first
+                    yield piece
+
+    def hold(self, pool: Pool, session: Session, hashes: bytes, seconds: float) -> int:
+        """Lease blocks of an unfinished store to its client; 0 if that is not possible."""
+        if not hashes or seconds <= 0:
+            return 0
+        try:
+            limit = self._served.config.pool.lease_seconds_max
+            return self._grant(pool, session, hashes, min(seconds, limit))[0]
+        except CapacityError as error:
+            logger.debug("blocks of a store are not held: %s", error)
+            return 0
+
+    async def _promote(self, pool: Pool, hashes: bytes) -> None:
+        """Bring blocks up for a lease, beside this loop, which may not wait for a disk."""
+        tier = pool.tier
+        if not isinstance(tier, StackTier) or tier.fast.match(hashes) * HASH_BYTES == len(hashes):
+            return
+        began = time.perf_counter()
+        await asyncio.get_running_loop().run_in_executor(
+            self._served.executor, pool.promote, hashes
+        )
+        self._served.metrics.observe("kvpool_tiers_promotion_seconds", time.perf_counter() - began)
+
+    def _grant(
+        self, pool: Pool, session: Session, hashes: bytes, seconds: float
+    ) -> tuple[LeaseId, Slots]:
+        """Lease blocks to a client, within its own and its tenant's quota."""
+        lease, slots = pool.leases.grant(session.client, hashes, seconds)
+        clients = self._sessions.of_tenant(session.tenant)
+        try:
+            self._served.tenancy.require_leasable(
+                sum(pool.leases.bytes_of(one.client) for one in clients)
+            )
+        except CapacityError:
+            pool.leases.release(session.client, lease)
+            raise
+        return lease, slots
+
+
+def _pieces(view: BlockView, index: int, crcs: Crcs) -> list[protocol.Payload]:
+    return list(cut(view, index, crcs))
