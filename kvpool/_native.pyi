@@ -13,6 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import Buffer
 
+from kvpool._native_tiers import TierLib
+from kvpool._native_transfer import TransferLib
+
 # numpy's own types say that an array is a Buffer only from Python 3.12 on.
 _Memory: TypeAlias = Buffer | NDArray[np.generic]
 
@@ -141,7 +144,7 @@ class FFI:
         self, pointer: _Pointer, destructor: Callable[[_Pointer], None] | None, size: int = ..., /
     ) -> _Pointer: ...
 
-class Lib:
+class Lib(TierLib, TransferLib):
     """Every function and constant of the three headers."""
 
     KVP_OK: Final = 0
@@ -164,26 +167,6 @@ class Lib:
     KVP_ARENA_RELEASE: Final = 4
     KVP_ARENA_REQUIRE_RESERVED: Final = 5
     KVP_ARENA_REQUIRE_PINNED: Final = 6
-
-    KVP_SLOT_DONE: Final = 0
-    KVP_SLOT_EMPTY: Final = 1
-    KVP_SLOT_CORRUPT: Final = 2
-    KVP_SLOT_OTHER: Final = 3
-    KVP_SLOT_VERSION: Final = 4
-    KVP_SLOT_FAILED: Final = 5
-    KVP_SLOT_LATE: Final = 6
-    KVP_SLOT_SKIPPED: Final = 7
-    KVP_SLOT_SOURCE: Final = 8
-
-    KVP_SSD_INTENT_BYTES: Final = 4096
-    KVP_SSD_INTENT_SLOTS: Final = 1000
-    KVP_SSD_SEGMENTS_MAX: Final = 1024
-
-    KVP_UCX_OPENED: Final = 1
-    KVP_UCX_ARRIVED: Final = 2
-    KVP_UCX_BATCH: Final = 3
-    KVP_UCX_CLOSED: Final = 4
-    KVP_UCX_READ: Final = 5
 
     # hash.c
     def kvp_sha256(self, data: CData | bytes, size: int, digest: CData, /) -> None: ...
@@ -331,272 +314,11 @@ class Lib:
     ) -> int: ...
     def kvp_arena_count(self, arena: CData, out: CData, /) -> None: ...
 
-    # window.c
-    def kvp_window_map(self, fd: int, incarnation: CData | bytes, out: CData, /) -> int: ...
-    def kvp_window_close(self, window: CData, /) -> None: ...
-    def kvp_window_base(self, window: CData, /) -> int: ...
-    def kvp_window_slot_count(self, window: CData, /) -> int: ...
-    def kvp_window_slot_bytes(self, window: CData, /) -> int: ...
-    def kvp_window_slot_stride(self, window: CData, /) -> int: ...
-    def kvp_window_crc_count(self, window: CData, /) -> int: ...
-    def kvp_window_check(
-        self, window: CData, slots: CData, generations: CData, count: int, bad: CData, /
-    ) -> int: ...
-    def kvp_window_crcs(
-        self,
-        window: CData,
-        slots: CData,
-        generations: CData,
-        count: int,
-        crcs: CData,
-        bad: CData,
-        /,
-    ) -> int: ...
-
-    # pull.c
-    def kvp_window_pull(
-        self,
-        window: CData,
-        crew: CData,
-        shape: CData,
-        layers: int,
-        dst: CData,
-        dst_blocks: CData,
-        slots: CData,
-        generations: CData,
-        count: int,
-        expected: CData,
-        expected_stride: int,
-        room: CData,
-        good: CData,
-        /,
-    ) -> int: ...
-
-    # mailbox.c
-    def kvp_mailbox_open(
-        self, record_count: int, record_bytes: int, incarnation: CData | bytes, out: CData, /
-    ) -> int: ...
-    def kvp_mailbox_close(self, mailbox: CData, /) -> None: ...
-    def kvp_mailbox_fd(self, mailbox: CData, /) -> int: ...
-    def kvp_mailbox_attach(
-        self, mailbox: CData, peer_fd: int, peer_incarnation: CData | bytes, /
-    ) -> int: ...
-    def kvp_mailbox_push(self, mailbox: CData, payload: CData | bytes, size: int, /) -> int: ...
-    def kvp_mailbox_pop(self, mailbox: CData, payload: CData, size: CData, /) -> int: ...
-
     # process.c
     def kvp_die_with_parent(self, signal_number: int, /) -> int: ...
 
     # probe.c
     def kvp_probe_io_uring(self) -> int: ...
-
-    # ledger.c, ledger_list.c, ledger_range.c
-    def kvp_ledger_open(self, slot_count: int, first_generation: int, out: CData, /) -> int: ...
-    def kvp_ledger_close(self, ledger: CData, /) -> None: ...
-    def kvp_ledger_hold(self, ledger: CData, /) -> None: ...
-    def kvp_arena_keep(self, arena: CData, ledger: CData, /) -> int: ...
-    def kvp_ledger_reserve(
-        self, ledger: CData, count: int, grant: bool, slots: CData, generations: CData, /
-    ) -> int: ...
-    def kvp_ledger_evict(self, ledger: CData, count: int, slots: CData, /) -> int: ...
-    def kvp_ledger_vacate(
-        self, ledger: CData, first: int, count: int, generations: CData, gone: CData, /
-    ) -> int: ...
-    def kvp_ledger_commit(
-        self,
-        ledger: CData,
-        slots: CData,
-        generations: CData,
-        keys: CData | bytes,
-        parents: CData | bytes,
-        count: int,
-        added: CData,
-        bad: CData,
-        /,
-    ) -> int: ...
-    def kvp_ledger_restore(
-        self,
-        ledger: CData,
-        slots: CData,
-        generations: CData,
-        keys: CData | bytes,
-        parents: CData | bytes,
-        count: int,
-        kept: CData,
-        /,
-    ) -> None: ...
-    def kvp_ledger_match(self, ledger: CData, keys: CData | bytes, count: int, /) -> int: ...
-    def kvp_ledger_rooted(self, ledger: CData, keys: CData | bytes, count: int, /) -> int: ...
-    def kvp_ledger_touch(
-        self, ledger: CData, keys: CData | bytes, count: int, here: CData, /
-    ) -> None: ...
-    def kvp_ledger_pin(
-        self, ledger: CData, keys: bytes, count: int, use: bool, slots: CData, lives: CData, /
-    ) -> int: ...
-    def kvp_ledger_drop(self, ledger: CData, key: CData | bytes, slot: CData, /) -> int: ...
-    def kvp_ledger_change(
-        self, ledger: CData, step: int, slots: CData, generations: CData, count: int, done: CData, /
-    ) -> int: ...
-    def kvp_ledger_names(
-        self,
-        ledger: CData,
-        slots: CData,
-        generations: CData,
-        count: int,
-        keys: CData,
-        parents: CData,
-        ready: CData,
-        /,
-    ) -> None: ...
-    def kvp_ledger_list(
-        self,
-        ledger: CData,
-        next: CData,
-        count: int,
-        slots: CData,
-        generations: CData,
-        keys: CData,
-        parents: CData,
-        /,
-    ) -> int: ...
-    def kvp_ledger_stale(self, ledger: CData, count: int, slots: CData, /) -> int: ...
-    def kvp_ledger_mark(self, ledger: CData, slots: CData, count: int, stale: bool, /) -> None: ...
-    def kvp_ledger_count(self, ledger: CData, out: CData, /) -> None: ...
-
-    # ssd.c, ssd_io.c, ssd_slot.c
-    def kvp_ssd_open(
-        self,
-        geometry: CData,
-        fds: CData,
-        fd_count: int,
-        intent_fd: int,
-        lock_fd: int,
-        out: CData,
-        /,
-    ) -> int: ...
-    def kvp_ssd_stop(self, ssd: CData, /) -> None: ...
-    def kvp_ssd_close(self, ssd: CData, timeout_ns: int, /) -> None: ...
-    def kvp_ssd_read(
-        self,
-        ssd: CData,
-        slots: CData,
-        generations: CData,
-        keys: CData | bytes,
-        count: int,
-        dst: CData,
-        dst_blocks: CData,
-        timeout_ns: int,
-        crcs: CData,
-        tokens: CData,
-        known: CData,
-        results: CData,
-        error: CData,
-        /,
-    ) -> int: ...
-    def kvp_ssd_write(
-        self,
-        ssd: CData,
-        slots: CData,
-        generations: CData,
-        keys: CData | bytes,
-        parents: CData | bytes,
-        count: int,
-        also: int,
-        src: CData,
-        src_blocks: CData,
-        crc_expected: CData,
-        tokens: CData,
-        known: CData,
-        timeout_ns: int,
-        results: CData,
-        error: CData,
-        /,
-    ) -> int: ...
-    def kvp_ssd_erase(
-        self, ssd: CData, slots: CData, count: int, timeout_ns: int, results: CData, error: CData, /
-    ) -> int: ...
-    def kvp_ssd_scan(
-        self,
-        ssd: CData,
-        slots: CData,
-        count: int,
-        whole: bool,
-        timeout_ns: int,
-        keys: CData,
-        parents: CData,
-        generations: CData,
-        tokens: CData,
-        known: CData,
-        results: CData,
-        error: CData,
-        /,
-    ) -> int: ...
-    def kvp_ssd_settled(
-        self, ssd: CData, count: int, slots: CData, generations: CData, /
-    ) -> int: ...
-    def kvp_ssd_late(self, ssd: CData, /) -> int: ...
-    def kvp_ssd_intent_slots(
-        self, page: CData | bytes, size: int, store_id: CData | bytes, count: int, slots: CData, /
-    ) -> int: ...
-
-    # ucx_*.c
-    def kvp_ucx_open(
-        self, config: CData, reason: CData, reason_size: int, out: CData, /
-    ) -> int: ...
-    def kvp_ucx_close(self, engine: CData, /) -> None: ...
-    def kvp_ucx_listen(
-        self, engine: CData, port: int, timeout_ns: int, bound: CData, ucx_code: CData, /
-    ) -> int: ...
-    def kvp_ucx_connect(
-        self,
-        engine: CData,
-        host: CData | bytes,
-        port: int,
-        expected: CData | bytes,
-        timeout_ns: int,
-        endpoint: CData,
-        /,
-    ) -> int: ...
-    def kvp_ucx_disconnect(self, engine: CData, endpoint: int, /) -> int: ...
-    def kvp_ucx_put(
-        self,
-        engine: CData,
-        endpoint: int,
-        spans: CData,
-        count: int,
-        note: CData | bytes,
-        note_size: int,
-        timeout_ns: int,
-        cookie: int,
-        /,
-    ) -> int: ...
-    def kvp_ucx_register(self, engine: CData, region: CData, number: CData, /) -> int: ...
-    def kvp_ucx_read(
-        self,
-        engine: CData,
-        endpoint: int,
-        job: CData,
-        timeout_ns: int,
-        cookie: int,
-        read: CData,
-        /,
-    ) -> int: ...
-    def kvp_ucx_cancel(self, engine: CData, read: int, /) -> None: ...
-    def kvp_ucx_end_reads(self, engine: CData, endpoint: int, /) -> None: ...
-    def kvp_ucx_window_bytes(self, engine: CData, /) -> int: ...
-    def kvp_ucx_windows(
-        self, engine: CData, endpoint: int, free: CData, owed: CData, /
-    ) -> None: ...
-    def kvp_ucx_next_event(self, engine: CData, timeout_ns: int, event: CData, /) -> int: ...
-    def kvp_ucx_release(self, engine: CData, endpoint: int, /) -> int: ...
-    def kvp_ucx_stop_events(self, engine: CData, /) -> None: ...
-    def kvp_ucx_wake_events(self, engine: CData, /) -> None: ...
-    def kvp_ucx_put_protocol(self, engine: CData, text: CData, text_size: int, /) -> int: ...
-    def kvp_ucx_lanes(
-        self, engine: CData, endpoint: int, text: CData, text_size: int, /
-    ) -> int: ...
-    def kvp_ucx_count(self, engine: CData, out: CData, /) -> None: ...
-    def kvp_ucx_last_warning(self, text: CData, text_size: int, /) -> int: ...
 
 ffi: FFI
 lib: Lib

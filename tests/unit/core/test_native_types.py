@@ -1,4 +1,4 @@
-"""kvpool/_native.pyi names what was compiled, and what it says of numbers is so."""
+"""kvpool/_native*.pyi name what was compiled, and what they say of numbers is so."""
 
 import ast
 import inspect
@@ -7,25 +7,33 @@ from pathlib import Path
 import kvpool
 from kvpool._native import lib
 
-STUB = ast.parse((Path(inspect.getfile(kvpool)).parent / "_native.pyi").read_text())
+FOLDER = Path(inspect.getfile(kvpool)).parent
+CLASSES = {
+    node.name: node
+    for path in sorted(FOLDER.glob("_native*.pyi"))
+    for node in ast.parse(path.read_text()).body
+    if isinstance(node, ast.ClassDef)
+}
 
 
-def stub_class() -> ast.ClassDef:
-    return next(node for node in STUB.body if isinstance(node, ast.ClassDef) and node.name == "Lib")
+def members() -> list[ast.stmt]:
+    """Return what ``Lib`` and the classes that it is made of declare."""
+    bases = [base.id for base in CLASSES["Lib"].bases if isinstance(base, ast.Name)]
+    return [node for name in ("Lib", *bases) for node in CLASSES[name].body]
 
 
 def test_names() -> None:
-    functions = {node.name for node in stub_class().body if isinstance(node, ast.FunctionDef)}
+    functions = {node.name for node in members() if isinstance(node, ast.FunctionDef)}
     constants = {
         node.target.id
-        for node in stub_class().body
+        for node in members()
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
     }
     assert functions | constants == set(dir(lib))
 
 
 def test_constants() -> None:
-    for node in stub_class().body:
+    for node in members():
         if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
             assert isinstance(node.value, ast.Constant)
             assert getattr(lib, node.target.id) == node.value.value
