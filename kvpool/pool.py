@@ -51,6 +51,7 @@ from kvpool.operations import Look, Operations
 from kvpool.reservation import Reservation
 from kvpool.tiers.base import Tier
 from kvpool.tiers.dram import DramTier
+from kvpool.tiers.eviction import EvictionPolicy
 from kvpool.tiers.flusher import FlushLimits
 from kvpool.tiers.lease import LeaseId
 from kvpool.tiers.stack import StackTier
@@ -130,11 +131,22 @@ class Pool(BlockPool):
         incarnation: Incarnation | None = None,
         clock: Clock | None = None,
         events: EventSink | None = None,
+        policy: Callable[[int], EvictionPolicy] | None = None,
         copy_threads: int = 2,
     ) -> Self:
         """Make a pool over a DRAM tier of ``config.dram_bytes``, taken and touched at once.
 
         With ``config.ssd`` there is an SSD tier below it, and what it holds is found at once.
+
+        Args:
+            layout: Of the blocks.
+            config: Sizes and limits.
+            incarnation: This run of this process; None means another one.
+            clock: Decides when leases run out; None means the machine's clock.
+            events: Told of what leaves the pool; None means nobody.
+            policy: Makes who decides what leaves DRAM, for so many blocks, such as ``ReusePolicy``;
+                None means least recently used, kept in C, which costs no Python for each block.
+            copy_threads: Threads that copy.
 
         Raises:
             ConfigError: ``dram_bytes`` or the SSD's capacity does not hold one block, the SSD
@@ -159,7 +171,8 @@ class Pool(BlockPool):
             numa_node=config.numa_node,
             locked=config.locked,
         )
-        dram = DramTier(arena, clock=clock, events=events)
+        chosen = None if policy is None else policy(slot_count)
+        dram = DramTier(arena, policy=chosen, clock=clock, events=events)
         tier: Tier = dram
         if config.ssd is not None:
             try:

@@ -20,7 +20,7 @@ from kvpool.errors import CapacityError, ClosedError, UsageError
 from kvpool.events import BlockEvicted, EventSink, NullSink
 from kvpool.memory import BlockView, Crcs
 from kvpool.tiers.base import BlockTokens, Tier, TierStats
-from kvpool.tiers.eviction import EvictionPolicy
+from kvpool.tiers.eviction import EvictionPolicy, Facts
 from kvpool.tiers.ledger import Ledger, chained, count_of, own_parent, select
 from kvpool.tiers.tokens import TokenRows
 
@@ -57,6 +57,7 @@ class SlotTier(Tier):
         self.layout = layout
         self._ledger = Ledger(slot_count)
         self._policy = policy
+        self._facts = Facts(size_bytes=layout.block_bytes)
         self._clock: Clock = clock or SystemClock()
         self._events: EventSink = events or NullSink()
         self._lock = threading.Lock()
@@ -218,7 +219,7 @@ class SlotTier(Tier):
             self._used(slots)
             if self._policy is not None:
                 names = _cut(keys[: len(slots) * HASH_BYTES])
-                self._policy.pin_run(names, self._clock.now())
+                self._policy.pin_run(names, self._clock.now(), self._facts)
             self._hits += len(slots)
             self._misses += count_of(keys) - len(slots)
             return slots
@@ -384,11 +385,11 @@ class SlotTier(Tier):
         now, names, above = self._clock.now(), _cut(keys), _cut(parents)
         first = above[0] if above and any(above[0]) else None
         if added.all():
-            policy.admit_run(names, first, now)
+            policy.admit_run(names, first, now, self._facts)
             return
         for at, name in enumerate(names):
             if added[at]:
-                policy.admit(name, above[at] if at else first, now)
+                policy.admit(name, above[at] if at else first, now, self._facts)
             else:
                 policy.use(name, now)
 
