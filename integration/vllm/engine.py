@@ -34,6 +34,8 @@ SUPPORTED_RELEASE: Final = "0.32"
 _STRONG_HASHES: Final = ("sha256", "sha256_cbor")
 # Formats whose weights are those of the folder's safetensors.
 _FOLDER_FORMATS: Final = ("auto", "hf", "safetensors")
+# Rotary embeddings by PyTorch, not by vLLM's operator.
+_OWN_ROTATION: Final = "-rotary_embedding"
 # These rotate otherwise for another longest sequence.
 _UNSTABLE_ROPE: Final = ("dynamic", "longrope")
 
@@ -45,10 +47,17 @@ def require_supported(vllm_config: Any) -> None:
     rules = (
         (release == SUPPORTED_RELEASE, f"vLLM is {vllm.__version__}: use {SUPPORTED_RELEASE}"),
         (
-            cache.enable_prefix_caching or not vllm_config.model_config.use_mla,
-            "prefix caching is off: for latent attention vLLM has it on CPUs with AMX only",
+            # For latent attention vLLM has it on CPUs with AMX only. What comes from the pool is one
+            # more prefix of a request to it, which it computes on alike.
+            cache.enable_prefix_caching or vllm_config.model_config.use_mla,
+            "prefix caching is off: use --enable-prefix-caching",
         ),
-        (cache.enable_prefix_caching, "prefix caching is off: use --enable-prefix-caching"),
+        (
+            _rotates_rightly(vllm_config),
+            "on CPUs vLLM's plain rotary embedding turns the wrong rows of a latent, so that its "
+            + "answers depend on how prompts are cut into steps: use --compilation-config "
+            + """'{"custom_ops": ["-rotary_embedding"]}'""",
+        ),
         (current_platform.is_cpu(), "no accelerator has been run yet: use vLLM for CPUs"),
         (
             cache.prefix_caching_hash_algo in _STRONG_HASHES,
@@ -84,13 +93,29 @@ def require_supported(vllm_config: Any) -> None:
             raise ConfigError(f"kvpool's connector does not support this engine: {why}")
 
 
+def _rotates_rightly(vllm_config: Any) -> bool:
+    """Say whether keys of a latent are rotated where they lie: their rows are 576 apart, not 64.
+
+    vLLM's operator for CPUs takes the first stride that it finds (csrc/cpu/pos_encoding.cpp). Other
+    kinds of rotation, such as YaRN, which every DeepSeek has, are computed by PyTorch.
+    """
+    model = vllm_config.model_config
+    rope = getattr(model.hf_text_config, "rope_parameters", None) or {}
+    operators = vllm_config.compilation_config.custom_ops
+    return (
+        not model.use_mla
+        or rope.get("rope_type", "default") != "default"
+        or _OWN_ROTATION in operators
+    )
+
+
 def require_one_process(vllm_config: Any) -> None:
     """Raise ConfigError unless scheduler and worker share a process, for a pool inside it."""
     parallel = vllm_config.parallel_config
     if parallel.world_size != 1 or parallel.distributed_executor_backend not in (None, "uni"):
         raise ConfigError(
             "this engine's workers are processes of their own: start a kvpool-server and name its "
-            'run directory in "run_dir" instead of "dram", or, with one worker, set '
+            'run directory as "server" instead of "dram", or, with one worker, set '
             "VLLM_ENABLE_V1_MULTIPROCESSING=0",
             key="dram",
         )

@@ -7,62 +7,55 @@ pool may still write stay out of use until it is done. Who calls it: the worker'
 
 import logging
 import threading
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
-from kvpool.base import BlockPool, Lease, Match
+from kvpool.base import Lease, Match
 from kvpool.block import Namespace
 from kvpool.completion import Deadline
 from kvpool.errors import KVPoolError, TransferTimeoutError
-from kvpool.integration.vllm.cache import GroupCache
+from kvpool.integration.vllm.lane import Lane
 from kvpool.integration.vllm.plan import LoadOrder
-from kvpool.integration.vllm.shape import BlockRun, EngineShape, part_chain
-from kvpool.integration.vllm.slots import Slots
+from kvpool.integration.vllm.shape import BlockRun, part_chain
 
 logger = logging.getLogger(__name__)
 
 _THREADS: Final = 2
+# Loads that may wait for a thread, or run: more than an engine has requests.
+LOADS_MAX: Final = 4096
 # A lease outlives the load's deadline by this much.
 _LEASE_SPARE_S: Final = 1.0
 
 
 class Loader:
-    """Safe from the worker's thread; ``_lock`` guards what has ended and the counts.
+    """Safe from the worker's thread; ``_lock`` guards what has ended, the counts and ``_waiting``.
 
     Args:
-        pool: Gives the blocks.
-        shape, rank: What this worker needs of them.
-        caches: The engine's tensors by group.
-        slots: Where blocks are verified.
-        timeout_s: Of one load.
+        lane: What is loaded, and through what.
     """
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        shape: EngineShape,
-        rank: int,
-        caches: Mapping[int, GroupCache],
-        slots: Slots,
-        timeout_s: float,
-    ) -> None:
-        self._pool = pool
-        self._shape = shape
-        self._rank = rank
-        self._caches = caches
-        self._slots = slots
-        self._timeout_s = timeout_s
+    def __init__(self, lane: Lane) -> None:
+        self._lane = lane
         self._lock = threading.Lock()
         self._ended: set[str] = set()
         self._failed: set[str] = set()
         self._loaded = 0
         self._failures = 0
+        self._waiting = 0
         self._threads = ThreadPoolExecutor(_THREADS, "kvpool-load")
 
     def start(self, namespace: Namespace, order: LoadOrder) -> None:
-        """Start a load. Never waits."""
-        self._threads.submit(self._run, namespace, order, Deadline(self._timeout_s))
+        """Start a load. Never waits; behind ``LOADS_MAX`` others it has failed at once."""
+        with self._lock:
+            full = self._waiting >= LOADS_MAX
+            if full:
+                self._ended.add(order.request)
+                self._failed.add(order.request)
+                self._failures += 1
+            else:
+                self._waiting += 1
+        if not full:
+            self._threads.submit(self._run, namespace, order, Deadline(self._lane.timeout_s))
 
     def take_ended(self) -> tuple[set[str], set[str]]:
         """Return the requests whose loads ended since the last call, and those that failed."""
@@ -91,6 +84,7 @@ class Loader:
         except Exception:
             logger.exception("a load failed, the request is computed")
         with self._lock:
+            self._waiting -= 1
             self._ended.add(order.request)
             if whole:
                 self._loaded += sum(len(run.block_ids) for run in order.runs)
@@ -102,15 +96,15 @@ class Loader:
         """Load one run; say whether all of it came."""
         if deadline.passed():  # it waited in line behind loads that got no answer
             raise TransferTimeoutError("no load was free in time")
-        part = self._shape.groups[run.group].parts[self._rank]
+        part = self._lane.shape.groups[run.group].parts[self._lane.rank]
         chain = part_chain(namespace, part, run.hashes)
         seconds = deadline.remaining_s() + _LEASE_SPARE_S
-        with self._pool.lease(Match(chain, len(chain)), seconds) as lease:
+        with self._lane.pool.lease(Match(chain, len(chain)), seconds) as lease:
             if lease.blocks < len(chain):
                 return False
             begin = 0
             while begin < len(chain):
-                slots = self._slots.wait_take(len(chain) - begin, deadline)
+                slots = self._lane.slots.wait_take(len(chain) - begin, deadline)
                 if not self._load_some(lease, run, begin, slots, deadline):
                     return False
                 begin += len(slots)
@@ -120,11 +114,11 @@ class Loader:
         self, lease: Lease, run: BlockRun, begin: int, slots: list[int], deadline: Deadline
     ) -> bool:
         """Load as many blocks as there are slots, and give the slots back when the pool is done."""
-        view = self._slots.view(slots)
+        view = self._lane.slots.view(slots)
         try:
-            done = self._pool.load(lease, view, first=begin, deadline_s=deadline.remaining_s())
+            done = self._lane.pool.load(lease, view, first=begin, deadline_s=deadline.remaining_s())
         except BaseException:
-            self._slots.give_back(slots)
+            self._lane.slots.give_back(slots)
             raise
         copied = False
         try:
@@ -132,7 +126,7 @@ class Loader:
             if delivered < len(slots):
                 return False
             block_ids = run.block_ids[begin : begin + len(slots)]
-            self._caches[run.group].copy_in(block_ids, view)
+            self._lane.caches[run.group].copy_in(block_ids, view)
             copied = True
             return True
         except TransferTimeoutError:
@@ -141,4 +135,4 @@ class Loader:
         finally:
             if not copied:
                 logger.debug("%d blocks did not come", len(slots))
-            done.add_done_callback(lambda: self._slots.give_back(slots))
+            done.add_done_callback(lambda: self._lane.slots.give_back(slots))

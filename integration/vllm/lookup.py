@@ -1,7 +1,7 @@
 """What the pool has of a request, asked for beside the scheduler, which must never wait.
 
 Owns one thread, and the answers until they are used. A lookup that takes too long is a miss; after
-the first such, patience is a few milliseconds until the pool answers again. Who calls it: the
+the first such, every request is a miss at once, until the pool answers again. Who calls it: the
 scheduler's side of the connector, from the scheduler's thread alone.
 """
 
@@ -16,14 +16,17 @@ from kvpool.base import BlockPool, Chain
 from kvpool.block import HASH_BYTES, Namespace
 from kvpool.clock import Clock
 from kvpool.errors import KVPoolError
+from kvpool.integration.vllm.publishing import Doubt
 from kvpool.integration.vllm.shape import EngineShape, part_chain
 
 logger = logging.getLogger(__name__)
 
-# How long a request waits for a pool that was too slow the last time.
-FAILING_PATIENCE_S: Final = 0.005
 # Lookups that may wait for the thread; one more is a miss at once.
 LOOKUPS_MAX: Final = 1024
+# Blocks of one question whether claims still hold: no more than a ring asks one by one. And questions
+# at a time, each of which ends at the first block that is gone; a thread that looks is not for long.
+_CHECK_BLOCKS: Final = 32
+_CHECKS_MAX: Final = 128
 # A prefix is shortened so often before it is given up: only sliding windows with holes take several.
 _ROUNDS_MAX: Final = 64
 
@@ -56,6 +59,28 @@ def longest_prefix(
     return 0
 
 
+def lost_claims(
+    pool: BlockPool, shape: EngineShape, namespace: Namespace, doubts: Sequence[Doubt]
+) -> list[Doubt]:
+    """Return the claims whose blocks are not whole in the pool, as far as ``_CHECKS_MAX`` tells."""
+    lost: list[Doubt] = []
+    checks = 0
+    for group in shape.groups:
+        for part in group.own_parts():
+            mine = [doubt for doubt in doubts if doubt.group == group.number]
+            names = part_chain(namespace, part, [doubt.block for doubt in mine]).hashes
+            begin = 0
+            while begin < len(mine) and checks < _CHECKS_MAX:
+                end = min(begin + _CHECK_BLOCKS, len(mine))
+                asked = Chain(namespace, names[begin * HASH_BYTES : end * HASH_BYTES])
+                begin += pool.match(asked).blocks
+                checks += 1
+                if begin < end:
+                    lost.append(mine[begin])
+                    begin += 1
+    return lost
+
+
 @dataclass(slots=True, eq=False)
 class _Lookup:
     since: float
@@ -65,7 +90,9 @@ class _Lookup:
 
 
 class Lookups:
-    """Answers by request. ``_lock`` guards ``_waiting`` and ``_failing``; nothing is called under it.
+    """Answers by request. Nothing is called under ``_lock``.
+
+    ``_lock`` guards ``_waiting``, ``_failing`` and ``_lost``.
 
     Args:
         pool: Whom to ask; the caller closes it after ``close``.
@@ -85,23 +112,29 @@ class Lookups:
         self._waiting = 0
         self._failing = False
         self._asked: dict[str, _Lookup] = {}
+        self._lost: list[Doubt] = []
         self._thread = ThreadPoolExecutor(1, "kvpool-lookup")
 
     def ask(self, request: str, namespace: Namespace, hashes: Sequence[bytes]) -> int | None:
         """Return the leading blocks that can be loaded; None means ask again. Never waits.
 
-        The answer stays the same until ``forget``.
+        The answer stays the same until ``forget``. While the pool is failing it is 0, at once: one
+        request after the other asks on the thread whether the pool answers again.
         """
         lookup = self._asked.get(request)
         if lookup is None:
             lookup = self._asked[request] = _Lookup(self._clock.now(), tuple(hashes), namespace)
-            self._submit(lookup)
-        if lookup.blocks is None:
-            patience_s = FAILING_PATIENCE_S if self._failing else self._patience_s
-            if self._clock.now() - lookup.since >= patience_s:
-                with self._lock:
-                    self._failing = True
-                lookup.blocks = 0  # what the thread may still find is not looked at
+            if self._failing:
+                lookup.blocks = 0
+                self._probe()
+            else:
+                self._submit(lookup)
+        if lookup.blocks is None and (
+            self._failing or self._clock.now() - lookup.since >= self._patience_s
+        ):
+            with self._lock:
+                self._failing = True
+            lookup.blocks = 0  # what the thread may still find is not looked at
         return lookup.blocks
 
     def answer(self, request: str) -> int | None:
@@ -115,9 +148,59 @@ class Lookups:
         if lookup is not None and lookup.blocks is None:
             lookup.blocks = 0
 
+    def check(self, namespace: Namespace, doubts: Sequence[Doubt]) -> bool:
+        """Have the thread look whether claims still hold; False if it is busy or the pool failing."""
+        with self._lock:
+            if self._failing or self._waiting:
+                return False
+            self._waiting += 1
+        self._thread.submit(self._check, namespace, doubts)
+        return True
+
+    def take_lost(self) -> Sequence[Doubt]:
+        """Return the claims that were found not to hold since the last call."""
+        with self._lock:
+            lost, self._lost = self._lost, []
+            return lost
+
     def close(self) -> None:
         """End the thread; a lookup under way ends first, within the pool's own deadline."""
         self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _check(self, namespace: Namespace, doubts: Sequence[Doubt]) -> None:
+        lost: list[Doubt] = []
+        try:
+            lost = lost_claims(self._pool, self._shape, namespace, doubts)
+        except KVPoolError as error:
+            logger.debug("claims were not looked at: %s", error)
+        except Exception:
+            logger.exception("claims were not looked at")
+        finally:
+            with self._lock:
+                self._waiting -= 1
+                self._lost += lost
+
+    def _probe(self) -> None:
+        """Have the thread ask the pool for its statistics, unless it has something to do."""
+        with self._lock:
+            busy = self._waiting > 0
+            self._waiting += not busy
+        if not busy:
+            self._thread.submit(self._ask_for_life)
+
+    def _ask_for_life(self) -> None:
+        try:
+            self._pool.stats()  # raises while there is no server that answers
+        except KVPoolError as error:
+            logger.debug("the pool does not answer yet: %s", error)
+        except Exception:
+            logger.exception("the pool does not answer yet")
+        else:
+            with self._lock:
+                self._failing = False
+        finally:
+            with self._lock:
+                self._waiting -= 1
 
     def _submit(self, lookup: _Lookup) -> None:
         with self._lock:
@@ -130,14 +213,17 @@ class Lookups:
 
     def _look(self, lookup: _Lookup) -> None:
         found = 0
+        begin = self._clock.now()
         try:
             if lookup.blocks is None:  # nobody gave it up
-                if self._failing:
-                    self._pool.stats()  # raises while there is no server that answers
-                    self._note_answer()
                 found = longest_prefix(self._pool, self._shape, lookup.namespace, lookup.hashes)
+                slow = self._clock.now() - begin >= self._patience_s
+                with self._lock:
+                    self._failing |= slow  # a pool says of a silent server that it has nothing
         except KVPoolError as error:
             logger.debug("a lookup failed, the request is computed: %s", error)
+            with self._lock:
+                self._failing = True
         except Exception:
             logger.exception("a lookup failed, the request is computed")
         finally:
@@ -145,7 +231,3 @@ class Lookups:
                 self._waiting -= 1
             if lookup.blocks is None:
                 lookup.blocks = found
-
-    def _note_answer(self) -> None:
-        with self._lock:
-            self._failing = False

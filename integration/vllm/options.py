@@ -14,10 +14,13 @@ from kvpool.errors import ConfigError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConnectorOptions:
-    """The connector's settings. One of ``run_dir`` and ``dram_bytes`` is given.
+    """The connector's settings. One of ``server`` and ``dram_bytes`` is given.
 
     Attributes:
-        run_dir: Of the kvpool-server of this host; None means a pool inside the engine.
+        server: Where the pool is, as ``kvpool.connect`` takes it: the run directory of the
+            kvpool-server of this host, or HOST:PORT of servers of a ring, comma-separated; ""
+            means a pool inside the engine.
+        token_file, ca_file: Of a ring that asks for them; None means not.
         dram_bytes: DRAM of the pool inside the engine; 0 with a server.
         ssd, ssd_bytes: Folder and room of its SSD tier; None means none.
         staging_bytes: Memory through which blocks pass on their way in, and as much on the way out;
@@ -28,7 +31,9 @@ class ConnectorOptions:
         store_timeout_s: How long blocks may be on their way into the pool.
     """
 
-    run_dir: Path | None = None
+    server: str = ""
+    token_file: Path | None = None
+    ca_file: Path | None = None
     dram_bytes: int = 0
     ssd: Path | None = None
     ssd_bytes: int = 0
@@ -39,13 +44,17 @@ class ConnectorOptions:
     store_timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
-        if (self.run_dir is None) == (self.dram_bytes == 0):
+        if bool(self.server) == bool(self.dram_bytes):
             raise ConfigError(
-                'give kv_connector_extra_config either "run_dir" (of a kvpool-server) or "dram" '
-                "(of a pool inside the engine)",
-                key="run_dir",
+                'give kv_connector_extra_config either "server" (a run directory or HOST:PORT) or '
+                '"dram" (of a pool inside the engine)',
+                key="server",
             )
-        if (self.ssd is None) != (self.ssd_bytes == 0) or (self.ssd and self.run_dir):
+        if (self.token_file or self.ca_file) and (not self.server or "/" in self.server):
+            raise ConfigError(
+                '"token_file" and "ca_file" go with a "server" that is HOST:PORT', key="token_file"
+            )
+        if (self.ssd is None) != (self.ssd_bytes == 0) or (self.ssd and self.server):
             raise ConfigError(
                 '"ssd" and "ssd_bytes" go together, and with "dram": a server has its own flags',
                 key="ssd",
@@ -61,7 +70,9 @@ def _size(name: str) -> Callable[[Any], int]:
 
 # Setting -> (field, how a JSON value becomes the field's).
 _SETTINGS: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {
-    "run_dir": ("run_dir", Path),
+    "server": ("server", str),
+    "token_file": ("token_file", Path),
+    "ca_file": ("ca_file", Path),
     "dram": ("dram_bytes", _size("dram")),
     "ssd": ("ssd", Path),
     "ssd_bytes": ("ssd_bytes", _size("ssd_bytes")),

@@ -12,16 +12,21 @@ from typing import Final
 
 from kvpool.base import BlockPool
 from kvpool.block import BlockLayout
+from kvpool.client.access import ClientAccess
 from kvpool.client.connect import connect
+from kvpool.client.secret_file import read_secret
 from kvpool.config import PoolConfig, SsdConfig, TransferConfig
-from kvpool.errors import LayoutMismatchError
+from kvpool.errors import ConfigError, LayoutMismatchError
 from kvpool.integration.vllm.options import ConnectorOptions
 from kvpool.pool import Pool
+from kvpool.tiers.stack import StackTier
 
 logger = logging.getLogger(__name__)
 
 # Stores under way at once: one a request and step, which are small while requests decode.
 _STORES_MAX: Final = 1024
+# How long an engine that ends waits for its SSD tier.
+_FLUSH_S: Final = 5.0
 
 
 @dataclass(slots=True, eq=False)
@@ -62,7 +67,14 @@ class SharedPools:
             if shared.users:
                 return
             del self._pools[engine]
+        _let_flush(shared.pool)
         shared.pool.close()
+
+
+def _let_flush(pool: BlockPool) -> None:
+    """Give blocks that wait for the SSD tier a moment: an engine that ends in peace loses none."""
+    if isinstance(pool, Pool) and isinstance(pool.tier, StackTier):
+        pool.tier.flusher.wait_idle(_FLUSH_S)
 
 
 POOLS = SharedPools()
@@ -76,16 +88,35 @@ def open_pool(options: ConnectorOptions, layout: BlockLayout) -> BlockPool:
         KVPoolError: As ``kvpool.connect`` and ``Pool.open``: it cannot be reached, or there is no
             room.
     """
-    if options.run_dir is not None:
+    if options.server:
         config = TransferConfig(
             staging_bytes=max(TransferConfig().staging_bytes, layout.block_bytes),
             stores_max=_STORES_MAX,
+            # Whoever waits for it gives up before, and knows then that the server is slow.
+            match_timeout_s=2 * options.lookup_timeout_s,
+            request_timeout_s=options.load_timeout_s,
+            read_timeout_s=options.load_timeout_s / 4,  # there may be other replicas to ask
         )
-        return connect(options.run_dir, layout, config=config)
+        return connect(options.server, layout, config=config, access=_access(options))
     ssd = None
     if options.ssd is not None:
         ssd = SsdConfig(folder=options.ssd, capacity_bytes=options.ssd_bytes)
     return Pool.open(layout, PoolConfig(dram_bytes=options.dram_bytes, ssd=ssd))
+
+
+def _access(options: ConnectorOptions) -> ClientAccess:
+    """Read the files that the options name. Raises ConfigError if one cannot be read."""
+    token, ca = "", b""
+    if options.token_file is not None:
+        token = read_secret(options.token_file, "token_file")
+    if options.ca_file is not None:
+        try:
+            ca = options.ca_file.read_bytes()
+        except OSError as error:
+            raise ConfigError(
+                f"ca_file: {options.ca_file} cannot be read: {error.strerror}", key="ca_file"
+            ) from error
+    return ClientAccess(token=token, ca=ca)
 
 
 def attach_pool(engine: str, options: ConnectorOptions, layout: BlockLayout) -> BlockPool | None:

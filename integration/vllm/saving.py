@@ -7,17 +7,17 @@ no request has to wait for a store. What finds no slot is not stored. Who calls 
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
-from kvpool.base import BlockPool, Chain, StoreResult
+from kvpool.base import Chain, StoreResult
 from kvpool.block import Namespace
 from kvpool.completion import Completion
 from kvpool.errors import KVPoolError
-from kvpool.integration.vllm.cache import GroupCache
-from kvpool.integration.vllm.shape import BlockRun, EngineShape, part_chain
-from kvpool.integration.vllm.slots import Slots
+from kvpool.integration.vllm.lane import Lane
+from kvpool.integration.vllm.publishing import StoredPart
+from kvpool.integration.vllm.shape import BlockRun, part_chain
 from kvpool.memory import BlockView
 
 logger = logging.getLogger(__name__)
@@ -34,55 +34,41 @@ class _Saving:
 
 
 class Saver:
-    """Safe from the worker's thread; ``_lock`` guards the counts.
+    """Safe from the worker's thread; ``_lock`` guards the counts and ``_done``.
 
     Args:
-        pool: Takes the blocks.
-        shape, rank: What this worker has of them.
-        caches: The engine's tensors by group.
-        slots: Where blocks wait for the pool.
-        timeout_s: Of one store.
+        lane: What is stored, and through what.
+        tell: Whether ``take_stored`` is called.
     """
 
-    def __init__(
-        self,
-        pool: BlockPool,
-        shape: EngineShape,
-        rank: int,
-        caches: Mapping[int, GroupCache],
-        slots: Slots,
-        timeout_s: float,
-    ) -> None:
-        self._pool = pool
-        self._shape = shape
-        self._rank = rank
-        self._caches = caches
-        self._slots = slots
-        self._timeout_s = timeout_s
+    def __init__(self, lane: Lane, tell: bool = False) -> None:
+        self._lane = lane
+        self._tell = tell
         self._lock = threading.Lock()
         self.stored = 0
         self.skipped = 0
         self._layers = {
             name: (group.number, index)
-            for group in shape.groups
+            for group in lane.shape.groups
             for index, name in enumerate(group.layers)
         }
         self._savings: list[_Saving] = []
         self._namespace: Namespace | None = None
         self._copies: list[Future[None]] = []
+        self._done: list[StoredPart] = []
         self._thread = ThreadPoolExecutor(1, "kvpool-save")
 
     def begin_step(self, namespace: Namespace, runs: list[BlockRun]) -> None:
         """Take slots for what this step completes; what finds none is left out."""
         self._namespace, self._savings = namespace, []
         for run in runs:
-            group = self._shape.groups[run.group]
-            if not group.writes(self._rank):
+            group = self._lane.shape.groups[run.group]
+            if not group.writes(self._lane.rank):
                 continue
-            slots = self._slots.take(len(run.block_ids))
+            slots = self._lane.slots.take(len(run.block_ids))
             self._count(skipped=len(run.block_ids) - len(slots))
             if slots:
-                self._savings.append(_Saving(run, slots, self._slots.view(slots)))
+                self._savings.append(_Saving(run, slots, self._lane.slots.view(slots)))
 
     def save_layer(self, name: str) -> None:
         """Start to copy one layer, which this step has computed."""
@@ -106,8 +92,8 @@ class Saver:
         if failed:
             logger.error("blocks were not copied, nothing of this step is stored: %r", failed[0])
         for saving in savings:
-            if failed or len(saving.copied) < self._caches[saving.run.group].layers:
-                self._slots.give_back(saving.slots)
+            if failed or len(saving.copied) < self._lane.caches[saving.run.group].layers:
+                self._lane.slots.give_back(saving.slots)
                 self._count(skipped=len(saving.slots))
             else:
                 self._store(saving)
@@ -119,38 +105,53 @@ class Saver:
             self.stored = self.skipped = 0
             return counts
 
+    def take_stored(self) -> Sequence[StoredPart]:
+        """Return the parts that the pool took since the last call, if ``tell``."""
+        with self._lock:
+            done, self._done = self._done, []
+            return done
+
     def close(self) -> None:
         """End the thread. Stores under way end with the pool, which is closed next."""
         self._thread.shutdown(wait=True)
 
     def _copy(self, saving: _Saving, layer: int) -> None:
         block_ids = saving.run.block_ids[: len(saving.slots)]
-        self._caches[saving.run.group].copy_out(block_ids, saving.view, range(layer, layer + 1))
+        self._lane.caches[saving.run.group].copy_out(
+            block_ids, saving.view, range(layer, layer + 1)
+        )
 
     def _store(self, saving: _Saving) -> None:
         run, slots = saving.run, saving.slots
         assert self._namespace is not None
-        part = self._shape.groups[run.group].parts[self._rank]
+        part = self._lane.shape.groups[run.group].parts[self._lane.rank]
         names = run.hashes[: len(slots)]
         first = 0 if run.parent is None else 1
         whole = names if run.parent is None else (run.parent, *names)
         chain: Chain = part_chain(self._namespace, part, whole)
         try:
-            done = self._pool.store(chain, saving.view, first=first, deadline_s=self._timeout_s)
+            done = self._lane.pool.store(
+                chain, saving.view, first=first, deadline_s=self._lane.timeout_s
+            )
         except KVPoolError as error:
             logger.debug("blocks were not stored: %s", error)
-            self._slots.give_back(slots)
+            self._lane.slots.give_back(slots)
             self._count(skipped=len(slots))
             return
-        done.add_done_callback(lambda: self._ended(done, slots))
+        told = tuple(StoredPart(run.group, part, name) for name in names) if self._tell else ()
+        done.add_done_callback(lambda: self._ended(done, slots, told))
 
-    def _ended(self, done: Completion[StoreResult], slots: list[int]) -> None:
-        self._slots.give_back(slots)
+    def _ended(
+        self, done: Completion[StoreResult], slots: list[int], told: Sequence[StoredPart]
+    ) -> None:
+        self._lane.slots.give_back(slots)
         try:
             stored = done.result().stored
         except KVPoolError as error:
             logger.debug("blocks were not stored: %s", error)
             stored = 0
+        with self._lock:
+            self._done += told[:stored]
         self._count(stored=stored, skipped=len(slots) - stored)
 
     def _count(self, *, stored: int = 0, skipped: int = 0) -> None:

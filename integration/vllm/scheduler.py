@@ -14,6 +14,7 @@ from typing import Any, Final
 from kvpool.block import Namespace
 from kvpool.integration.vllm.lookup import Lookups
 from kvpool.integration.vllm.plan import LoadOrder, StepPlan
+from kvpool.integration.vllm.publishing import Claim, Ended, Ledger, StoredPart
 from kvpool.integration.vllm.shape import EngineShape, block_runs
 
 logger = logging.getLogger(__name__)
@@ -48,12 +49,20 @@ class SchedulerSide:
         shape: What the engine's blocks are.
         namespace: What engines must have in common to share them.
         lookups: Asks the pool; None if there is no pool to be used: every request is a miss.
+        ledger: Of what is published; None means nothing is.
     """
 
-    def __init__(self, shape: EngineShape, namespace: Namespace, lookups: Lookups | None) -> None:
+    def __init__(
+        self,
+        shape: EngineShape,
+        namespace: Namespace,
+        lookups: Lookups | None,
+        ledger: Ledger | None = None,
+    ) -> None:
         self._shape = shape
         self._first_namespace = self._namespace = namespace
         self._lookups = lookups
+        self._ledger = ledger
         self._tracked: dict[str, _Tracked] = {}
         self._loads: list[LoadOrder] = []
 
@@ -124,7 +133,11 @@ class SchedulerSide:
             for group in self._shape.groups:
                 table = tables[group.number]
                 end = min(whole, len(table))
-                plan.stores += block_runs(group.number, hashes, table, tracked.stored, end)
+                runs = block_runs(group.number, hashes, table, tracked.stored, end)
+                plan.stores += runs
+                if self._ledger is not None:
+                    for run in runs:
+                        self._ledger.ordered(tracked.request, run)
             tracked.stored = max(tracked.stored, whole)
         return plan
 
@@ -136,6 +149,21 @@ class SchedulerSide:
                 tracked.failures += 1
                 tracked.stored = 0
                 self._forget(tracked)
+
+    def stored(self, parts: Sequence[StoredPart]) -> None:
+        """Note parts that the pool took."""
+        if self._ledger is not None:
+            self._ledger.stored(parts)
+
+    def news(self, now_s: float) -> Sequence[Claim | Ended]:
+        """Return what has changed of what is published, and have some of it looked at again."""
+        if self._ledger is None or self._lookups is None:
+            return ()
+        self._ledger.missing(self._lookups.take_lost())
+        doubts = self._ledger.due(now_s)
+        if doubts and self._lookups.check(self._namespace, doubts):
+            self._ledger.looked_at(doubts, now_s)
+        return self._ledger.take()
 
     def finished(self, request: Any) -> None:
         """Forget a request. Its blocks are the engine's: nothing here reads them any more."""
@@ -152,6 +180,8 @@ class SchedulerSide:
         """
         salt = f"{self._first_namespace.salt}/reset-{secrets.token_hex(16)}"
         self._namespace = replace(self._first_namespace, salt=salt)
+        if self._ledger is not None:
+            self._ledger.clear()
         for tracked in self._tracked.values():
             tracked.apart = True
             self._forget(tracked)

@@ -78,12 +78,14 @@ class BlockRun:
         hashes: The engine's hash of each block.
         block_ids: Where each lies in the engine's cache.
         parent: The engine's hash of the block before the first one; None for a prompt's first.
+        begin: Which block of the prompt the first one is.
     """
 
     group: int
     hashes: tuple[bytes, ...]
     block_ids: tuple[int, ...]
     parent: bytes | None
+    begin: int
 
 
 # vLLM's null block: what a table has where a sliding window has passed.
@@ -106,6 +108,7 @@ def block_runs(
                     tuple(hashes[index] for index in span),
                     tuple(table[index] for index in span),
                     hashes[span[0] - 1] if span[0] else None,
+                    span[0],
                 )
             )
     return runs

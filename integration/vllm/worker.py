@@ -4,15 +4,17 @@ Owns the staging in both directions, the loader and the saver. Who calls it: the
 vLLM's model runner calls that, from one thread.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from kvpool.base import BlockPool
 from kvpool.integration.vllm.cache import GroupCache
+from kvpool.integration.vllm.lane import Lane
 from kvpool.integration.vllm.loading import Loader
 from kvpool.integration.vllm.options import ConnectorOptions
 from kvpool.integration.vllm.plan import StepPlan
+from kvpool.integration.vllm.publishing import StoredPart
 from kvpool.integration.vllm.saving import Saver
 from kvpool.integration.vllm.shape import EngineShape
 from kvpool.integration.vllm.slots import Slots
@@ -27,6 +29,7 @@ class WorkerSide:
         rank: This worker's tensor-parallel rank.
         options: Sizes and waits.
         tensors: vLLM's KV tensors by layer.
+        tell: Whether ``take_stored`` is called.
 
     Raises ConfigError and LayoutMismatchError as ``GroupCache.of_tensors`` and ``Slots``.
     """
@@ -38,6 +41,7 @@ class WorkerSide:
         rank: int,
         options: ConnectorOptions,
         tensors: Mapping[str, torch.Tensor],
+        tell: bool = False,
     ) -> None:
         caches = {
             group.number: GroupCache.of_tensors(shape.layout, group, tensors)
@@ -46,8 +50,14 @@ class WorkerSide:
         size_bytes = options.staging_bytes or 2 * shape.step_blocks * shape.layout.block_bytes
         self.loading_slots = Slots(shape.layout, size_bytes)
         self.saving_slots = Slots(shape.layout, size_bytes)
-        self._loader = Loader(pool, shape, rank, caches, self.loading_slots, options.load_timeout_s)
-        self._saver = Saver(pool, shape, rank, caches, self.saving_slots, options.store_timeout_s)
+
+        def lane(slots: Slots, timeout_s: float) -> Lane:
+            return Lane(
+                pool=pool, shape=shape, rank=rank, caches=caches, slots=slots, timeout_s=timeout_s
+            )
+
+        self._loader = Loader(lane(self.loading_slots, options.load_timeout_s))
+        self._saver = Saver(lane(self.saving_slots, options.store_timeout_s), tell)
 
     def begin_step(self, plan: StepPlan) -> None:
         """Take the orders of a step, before its forward pass."""
@@ -69,6 +79,10 @@ class WorkerSide:
     def take_ended(self) -> tuple[set[str], set[str]]:
         """Return the requests whose loads ended since the last call, and those that failed."""
         return self._loader.take_ended()
+
+    def take_stored(self) -> Sequence[StoredPart]:
+        """Return the parts that the pool took since the last call, if ``tell``."""
+        return self._saver.take_stored()
 
     def counts(self) -> dict[str, int]:
         """Return and clear the counts of this worker."""

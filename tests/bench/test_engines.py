@@ -9,7 +9,11 @@ from kvpool.errors import UsageError
 
 
 def test_the_names_are_stable() -> None:
-    assert [case.name for case in bench.cases_of("engines", True)] == ["engines.vllm.ttft"]
+    assert [case.name for case in bench.cases_of("engines", True)] == [
+        "engines.vllm.ttft",
+        "engines.vllm.reload",
+        "engines.vllm.hung",
+    ]
 
 
 def test_an_engine_that_is_not_installed_is_named_with_the_command(tmp_path: Path) -> None:

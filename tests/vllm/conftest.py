@@ -39,3 +39,10 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     """Turn a skip into a failure: this environment has everything."""
     if report.skipped:
         report.outcome = "failed"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    """Turn the skip of a whole file into a failure."""
+    if report.skipped:
+        report.outcome = "failed"

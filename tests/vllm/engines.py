@@ -1,7 +1,10 @@
 """A real vLLM engine in this process, with the connector or without it."""
 
 import gc
-import itertools
+import json
+import signal
+import subprocess
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -11,11 +14,11 @@ from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 
+from tests.server_process import ServerProcess, until
+
 # A CPU engine's smallest; latent attention has 16.
 BLOCK_TOKENS = 32
 TOKENS = 8
-
-_engines = itertools.count()
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,40 @@ class Answer:
     tokens: tuple[int, ...]
     cached: int
     reason: str
+
+
+# Runs in a process of its own: an engine that nobody else has anything in common with.
+_OTHER = """
+import json, sys
+from pathlib import Path
+import tests.vllm.conftest
+from tests.vllm.engines import Engine
+model, extra, settings, asked = json.loads(sys.stdin.read())
+with Engine(Path(model), extra, **settings) as engine:
+    answers = engine.one_by_one(asked)
+print("ANSWERS", json.dumps([[a.tokens, a.cached, a.reason] for a in answers]))
+"""
+
+
+def answers_of_another_process(
+    model: Path, extra: dict[str, Any], asked: list[list[int]], **settings: Any
+) -> list[Answer]:
+    """Run prompts one after another in an engine of another process, which ends then."""
+    done = subprocess.run(
+        [sys.executable, "-c", _OTHER],
+        input=json.dumps([str(model), extra, settings, asked]),
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS")]
+    return [
+        Answer(tuple(sampled), cached, reason)
+        for sampled, cached, reason in json.loads(line.removeprefix("ANSWERS"))
+    ]
 
 
 class Engine:
@@ -97,7 +134,7 @@ class Engine:
             {"prompt_token_ids": prompt, **({"cache_salt": salt} if salt else {})}
             for prompt in prompts
         ]
-        return [
+        answers = [
             Answer(
                 tuple(output.outputs[0].token_ids),
                 output.num_cached_tokens,
@@ -105,6 +142,41 @@ class Engine:
             )
             for output in self.llm.generate(inputs, sampling, use_tqdm=False)
         ]
+        assert all(a.cached < len(p) for a, p in zip(answers, prompts, strict=True))
+        return answers
+
+    def one_by_one(self, asked: list[list[int]]) -> list[Answer]:
+        """Run prompts one after another."""
+        return [self.generate(prompt)[0] for prompt in asked]
+
+    def begin(self, prompt: list[int], name: str) -> None:
+        """Hand a prompt in, and wait until the pool has said what it has of it; nothing is run."""
+        sampling = SamplingParams(
+            max_tokens=TOKENS, temperature=0, detokenize=False, ignore_eos=True
+        )
+        self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
+        (tracked,) = self.connector._scheduler._tracked
+        until(lambda: self.connector._lookups.answer(tracked), "the answer of the lookup")
+
+    def run_out(self) -> Answer:
+        """Run what is under way to its end."""
+        core = self.llm.llm_engine
+        outputs = [done for _ in iter(core.has_unfinished_requests, False) for done in core.step()]
+        last = outputs[-1]
+        ends = last.outputs[0]
+        return Answer(tuple(ends.token_ids), last.num_cached_tokens, str(ends.finish_reason))
+
+    def lose_in_mid_load(self, server: ServerProcess, prompt: list[int]) -> Answer:
+        """Stop the server once it has said what it has of a prompt; kill it while that loads."""
+        self.begin(prompt, "mid-load")
+        server.signal(signal.SIGSTOP)
+        core = self.llm.llm_engine
+        core.step()  # orders the load
+        waiting = [request.status.name for request in self.scheduler.requests.values()]
+        assert waiting == ["WAITING_FOR_REMOTE_KVS"]
+        assert not core.step()
+        server.kill()
+        return self.run_out()
 
     def forget(self) -> None:
         """Empty the engine's own cache; the pool keeps what it has."""

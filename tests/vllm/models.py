@@ -67,6 +67,16 @@ def _deepseek() -> Any:
         topk_method="greedy",
         n_shared_experts=1,
         first_k_dense_replace=2,
+        rope_parameters={  # YaRN, as in every DeepSeek: vLLM's plain rotation on CPUs is wrong for it
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 512,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 0.707,
+            "mscale_all_dim": 0.707,
+        },
     )
     return DeepseekV2ForCausalLM(config)
 

@@ -3,9 +3,13 @@
 import random
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm import SamplingParams
+from vllm.config import KVEventsConfig
+from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_GPU, BlockRemoved, BlockStored
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from tests.conftest import Count
 from tests.server_process import until
@@ -15,9 +19,9 @@ from tests.vllm.engines import BLOCK_TOKENS, Answer, Engine
 PROMPTS = [*prompts(180, 200, 321, 64, 20), *prompts(300, 310, 320, seed=1, shared=290)]
 
 
-def ideal(prompt: list[int]) -> int:
+def ideal(prompt: list[int], block_tokens: int = BLOCK_TOKENS) -> int:
     """Tokens of a prompt that need not be computed when all of it is in the pool."""
-    return (len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    return (len(prompt) - 1) // block_tokens * block_tokens
 
 
 def tokens(answers: list[Answer]) -> list[tuple[int, ...]]:
@@ -33,7 +37,8 @@ def alone(llama: Path) -> list[Answer]:
 
 @pytest.fixture(scope="module")
 def engine(llama: Path, alone: list[Answer]) -> Iterator[Engine]:
-    with Engine(llama, {"dram": "64MiB"}) as engine:
+    events = KVEventsConfig(enable_kv_cache_events=True, publisher="null")
+    with Engine(llama, {"dram": "64MiB"}, kv_events_config=events) as engine:
         yield engine
 
 
@@ -125,21 +130,66 @@ def test_blocks_lost_between_match_and_load(engine: Engine) -> None:
     (prompt,) = prompts(300, seed=11)
     before = engine.generate(prompt)[0]
     at_rest(engine)
-    core, sampling = (
-        engine.llm.llm_engine,
-        SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True),
-    )
-    core.add_request("lost", {"prompt_token_ids": prompt}, sampling)
-    (name,) = engine.connector._scheduler._tracked
-    until(lambda: engine.connector._lookups.answer(name), "the answer of the lookup")
+    engine.begin(prompt, "lost")
     pool = engine.connector._pool
     assert pool.tier.evict(5)  # the ends of chains go first: a shorter prefix stays
     pool.tier.evict(pool.stats().ready - 3)
-    output = [done for _ in iter(core.has_unfinished_requests, False) for done in core.step()]
-    assert tuple(output[-1].outputs[0].token_ids) == before.tokens
-    assert output[-1].outputs[0].finish_reason == "length"
-    assert engine.worker_side is not None
+    after = engine.run_out()
+    assert (after.tokens, after.reason) == (before.tokens, "length")
     at_rest(engine)
+
+
+def test_hits_have_a_source(engine: Engine) -> None:
+    """Vouched for where it is certain: all of this pool is memory of this host."""
+    assert engine.connector.get_external_cache_hit_sources(None, 64) == {CacheHitSource.HOST: 64}
+
+
+def test_events_tell_what_the_pool_has(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every block that was stored, as vLLM itself describes it; its end, when the pool lost it."""
+    published: list[Any] = []
+    publisher = engine.scheduler.kv_event_publisher
+    monkeypatch.setattr(publisher, "publish", lambda batch: published.extend(batch.events))
+
+    def mine(kind: Any) -> list[Any]:
+        return [e for e in published if isinstance(e, kind) and e.medium == MEDIUM_CPU]
+
+    at_rest(engine)
+    published.clear()
+    (prompt,) = prompts(200, seed=21)
+    engine.generate(prompt, salt="of a tenant")
+    theirs = [e for e in published if isinstance(e, BlockStored) and e.medium == MEDIUM_GPU]
+
+    def told() -> bool:
+        engine.llm.llm_engine.step()
+        return len(mine(BlockStored)) >= len(prompt) // BLOCK_TOKENS
+
+    until(told, "the events of stores")
+    assert _described(mine(BlockStored)) == _described(theirs)
+    assert {(e.locality, e.ownership) for e in mine(BlockStored)} == {("LOCAL", "kvpool")}
+    pool = engine.connector._pool
+    pool.tier.evict(pool.stats().ready)
+    names = {e.block_hashes[0] for e in mine(BlockStored)}
+
+    def ended() -> bool:
+        engine.generate(prompts(20, seed=22)[0])  # an engine without requests takes no steps
+        return names <= {e.block_hashes[0] for e in mine(BlockRemoved)}
+
+    until(ended, "the ends of claims")
+    at_rest(engine)
+
+
+def _described(events: list[Any]) -> list[tuple[Any, ...]]:
+    """Take events apart, block by block."""
+    blocks = []
+    for event in events:
+        parent = event.parent_block_hash
+        for index, block in enumerate(event.block_hashes):
+            begin = index * event.block_size
+            tokens = tuple(event.token_ids[begin : begin + event.block_size])
+            extra = event.extra_keys[index] if event.extra_keys else None
+            blocks.append((block, parent, tokens, event.block_size, extra, event.group_idx))
+            parent = block
+    return blocks
 
 
 def test_a_worker_without_a_pool_holds_nobody_up(engine: Engine) -> None:
@@ -167,7 +217,7 @@ def test_aborts_at_any_moment(engine: Engine, count: Count) -> None:
     alive: list[str] = []
     sampling = SamplingParams(max_tokens=30, temperature=0, detokenize=False, ignore_eos=True)
     done = 0
-    while done < count(150, 1000):
+    while done < count(1000, 10_000):
         alive.append(f"abort-{done}-{len(alive)}-{source.random()}")
         core.add_request(alive[-1], {"prompt_token_ids": source.choice(asked)}, sampling)
         for _ in range(source.randrange(4)):
@@ -191,7 +241,32 @@ def test_a_reset_hides_what_was_stored(engine: Engine, alone: list[Answer]) -> N
     assert engine.llm.reset_prefix_cache(reset_connector=True)
     second = engine.generate(prompt)[0]
     assert (second.cached, second.tokens) == (0, first.tokens)
+    assert engine.connector.reset_cache() is True  # once more, with the stores of it under way
+    assert engine.generate(prompt)[0].cached == ideal(prompt)  # from the engine's own cache
     engine.forget()
     third = engine.generate(prompt)[0]
     assert (third.cached, third.tokens) == (ideal(prompt), first.tokens)
+    at_rest(engine)
+
+
+def test_resets_at_any_moment(engine: Engine, count: Count) -> None:
+    """Of the engine's cache, of the pool, of both: running requests start anew, stores are in flight."""
+    asked = prompts(300, 200, 90, seed=23, shared=64)
+    wanted = tokens(engine.one_by_one(asked))
+    source = random.Random(24)
+    core = engine.llm.llm_engine
+    sampling = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True)
+    for number in range(count(50, 500)):
+        for index, prompt in enumerate(asked):
+            core.add_request(f"{number}-{index}", {"prompt_token_ids": prompt}, sampling)
+        outputs = [done for _ in range(source.randrange(6)) for done in core.step()]
+        requests = engine.scheduler.requests.values()
+        loads = any(request.status.name == "WAITING_FOR_REMOTE_KVS" for request in requests)
+        engine.llm.reset_prefix_cache(
+            reset_running_requests=not loads,  # vLLM cannot while a load is under way
+            reset_connector=source.random() < 0.5,
+        )
+        outputs += [done for _ in iter(core.has_unfinished_requests, False) for done in core.step()]
+        ends = sorted((one.request_id, one) for one in outputs if one.finished)
+        assert [tuple(one.outputs[0].token_ids) for _, one in ends] == wanted
     at_rest(engine)

@@ -1,56 +1,67 @@
 """Other kinds of attention, and two workers: the same tokens, wherever the KV comes from."""
 
 import random
-from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from vllm import SamplingParams
-from vllm.platforms.cpu import CpuPlatform
 
 from tests.server_process import ServerProcess, until
 from tests.vllm.conftest import prompts
-from tests.vllm.engines import Engine
+from tests.vllm.engines import BLOCK_TOKENS, Answer, Engine, answers_of_another_process
 from tests.vllm.models import WINDOW_TOKENS, make_model
 from tests.vllm.test_embedded import at_rest, ideal, tokens
 
 PROMPTS = [*prompts(180, 320, 64, 40, seed=30), *prompts(300, 310, seed=31, shared=290)]
 
 
-def test_a_hybrid_model_cold_warm_and_aborted(tmp_path: Path) -> None:
-    model = make_model("gemma3", tmp_path / "gemma3")
-    with Engine(model, None) as engine:
-        alone = [engine.generate(prompt)[0] for prompt in PROMPTS]
-    with Engine(model, {"dram": "128MiB"}) as engine:
-        cold = [engine.generate(prompt)[0] for prompt in PROMPTS]
-        assert tokens(cold) == tokens(alone)
+# Kind -> settings of its engine. Latent attention has blocks of 16 tokens on a CPU.
+KINDS: dict[str, dict[str, Any]] = {"gemma3": {}, "deepseek": {"block_size": 16}}
+SIZES = {"gemma3": BLOCK_TOKENS, "deepseek": 16}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model, and what its engine answers without kvpool."""
+
+    model: Path
+    settings: dict[str, Any]
+    block_tokens: int
+    alone: list[Answer]
+
+    def hits(self, asked: list[list[int]]) -> list[int]:
+        return [ideal(prompt, self.block_tokens) for prompt in asked]
+
+
+@pytest.fixture(scope="module", params=list(KINDS))
+def kind(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kind:
+    name, settings = request.param, KINDS[request.param]
+    model = make_model(name, tmp_path_factory.mktemp("models") / name)
+    with Engine(model, None, **settings) as engine:
+        alone = engine.one_by_one(PROMPTS)
+    return Kind(model, settings, SIZES[name], alone)
+
+
+def test_a_pool_in_the_engine(kind: Kind) -> None:
+    with Engine(kind.model, {"dram": "128MiB"}, **kind.settings) as engine:
+        assert tokens(engine.one_by_one(PROMPTS)) == tokens(kind.alone)
         at_rest(engine)
-        warm = [engine.generate(prompt)[0] for prompt in PROMPTS]
-        assert tokens(warm) == tokens(alone)
-        assert [answer.cached for answer in warm][:4] == [ideal(prompt) for prompt in PROMPTS[:4]]
+        warm = engine.one_by_one(PROMPTS)
+        assert tokens(warm) == tokens(kind.alone)
+        assert [answer.cached for answer in warm][:4] == kind.hits(PROMPTS[:4])
         at_rest(engine)
-        assert tokens(engine.generate(*PROMPTS)) == tokens(alone)
+        assert tokens(engine.generate(*PROMPTS)) == tokens(kind.alone)
         at_rest(engine)
-        _lose_blocks(engine, alone[1].tokens)
+        engine.begin(PROMPTS[1], "lost")
+        pool = engine.connector._pool
+        pool.tier.evict(pool.stats().ready)
+        assert engine.run_out().tokens == kind.alone[1].tokens
+        at_rest(engine)
         _abort(engine)
-        assert tokens(engine.generate(*PROMPTS)) == tokens(alone)
+        assert tokens(engine.generate(*PROMPTS)) == tokens(kind.alone)
         at_rest(engine)
-
-
-def _lose_blocks(engine: Engine, wanted: tuple[int, ...]) -> None:
-    """Take blocks away between match and load: the request fails to load, and is computed."""
-    core = engine.llm.llm_engine
-    sampling = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True)
-    core.add_request("lost", {"prompt_token_ids": PROMPTS[1]}, sampling)
-    (name,) = engine.connector._scheduler._tracked
-    until(lambda: engine.connector._lookups.answer(name), "the answer of the lookup")
-    pool = engine.connector._pool
-    pool.tier.evict(pool.stats().ready)
-    output = [done for _ in iter(core.has_unfinished_requests, False) for done in core.step()]
-    assert tuple(output[-1].outputs[0].token_ids) == wanted
-    at_rest(engine)
 
 
 def _abort(engine: Engine) -> None:
@@ -63,6 +74,35 @@ def _abort(engine: Engine) -> None:
             core.step()
         core.abort_request([f"a{number}"])
     at_rest(engine)
+
+
+def test_a_small_pool_evicts(kind: Kind) -> None:
+    with Engine(kind.model, {"dram": "1200KiB"}, **kind.settings) as engine:
+        for _ in range(2):
+            for prompt, answer in zip(PROMPTS, kind.alone, strict=True):
+                assert engine.generate(prompt)[0].tokens == answer.tokens
+                at_rest(engine)
+        assert engine.connector._pool.stats().evictions
+
+
+def test_a_server_for_two_processes(kind: Kind, tmp_path: Path) -> None:
+    """Cold in one process; warm in another, whose engine is new; then the server is lost."""
+    folder = tmp_path / "kvpool"
+    server = ServerProcess(folder, 128 << 20)
+    extra = {"server": str(folder), "load_timeout_s": 60}
+    cold = answers_of_another_process(kind.model, extra, PROMPTS, **kind.settings)
+    assert tokens(cold) == tokens(kind.alone)
+    assert [answer.cached for answer in cold][:4] == [0] * 4
+    with Engine(kind.model, extra, **kind.settings) as engine:
+        for _ in range(2):
+            warm = engine.one_by_one(PROMPTS)
+            assert tokens(warm) == tokens(kind.alone)
+            assert [answer.cached for answer in warm][:4] == kind.hits(PROMPTS[:4])
+            engine.forget()
+        found = engine.lose_in_mid_load(server, PROMPTS[1])
+        assert found.tokens == kind.alone[1].tokens
+        engine.forget()
+        assert tokens(engine.one_by_one(PROMPTS)) == tokens(kind.alone)
 
 
 def test_a_sliding_window_needs_its_window_only(tmp_path: Path) -> None:
@@ -82,80 +122,32 @@ def test_a_sliding_window_needs_its_window_only(tmp_path: Path) -> None:
         assert not loaded["failed_loads"]
 
 
-# A step of latent attention in these tests: a prompt is cut at its multiples.
-STEP_TOKENS = 160
-
-
-@pytest.fixture
-def latent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A model of latent attention, and vLLM told to run it on every CPU as it does with AMX.
-
-    Without AMX vLLM computes a prompt in one step, and reuses no prefix: its answers depend on how
-    a prompt is cut. Here it is cut where a hit cuts it, so that they can be compared.
-    """
-    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
-    update = CpuPlatform.check_and_update_config.__func__
-
-    def updated(platform: type[CpuPlatform], config: Any) -> None:
-        update(platform, config)
-        config.cache_config.enable_prefix_caching = True
-        config.scheduler_config.enable_chunked_prefill = True
-        config.scheduler_config.max_num_batched_tokens = STEP_TOKENS
-
-    monkeypatch.setattr(CpuPlatform, "check_and_update_config", classmethod(updated))
-    return make_model("deepseek", tmp_path / "deepseek")
-
-
-def test_latent_attention(latent: Path) -> None:
-    """The bytes of every block come back, and answers cut alike are the same."""
-    asked = prompts(161, 170, 176, 321, 330, 336, seed=34)
-    with Engine(latent, None, block_size=16) as engine:
-        alone = [engine.generate(prompt)[0] for prompt in asked]
-    with Engine(latent, {"dram": "64MiB"}, block_size=16) as engine:
-        (cache,) = engine.worker_side._saver._caches.values()
-        layers = cache.view.owner
-        for prompt, answer in zip(asked, alone, strict=True):
-            cold = engine.generate(prompt)[0]
-            stored = _blocks(layers)
-            at_rest(engine)
-            for layer in layers:
-                layer.zero_()
-            warm = engine.generate(prompt)[0]
-            assert (cold.tokens, cold.cached) == (answer.tokens, 0)
-            assert (warm.tokens, warm.cached) == (
-                answer.tokens,
-                len(prompt) // STEP_TOKENS * STEP_TOKENS,
-            )
-            loaded = _blocks(layers)
-            assert len(loaded & stored) >= warm.cached // 16
-            at_rest(engine)
-
-
-def _blocks(layers: list[torch.Tensor]) -> set[bytes]:
-    """Read every block of an engine's cache but the empty ones."""
-    blocks = {
-        b"".join(layer[index].numpy().tobytes() for layer in layers)
-        for index in range(len(layers[0]))
-    }
-    return {block for block in blocks if any(block)}
-
-
-@pytest.fixture
-def server(tmp_path: Path) -> Iterator[ServerProcess]:
-    with ServerProcess(tmp_path / "kvpool", 64 << 20) as server:
-        yield server
-
-
-def test_two_workers(llama: Path, server: ServerProcess) -> None:
-    """Each rank stores and loads its own heads; the second engine finds both parts."""
+def test_two_workers(llama: Path, tmp_path: Path) -> None:
+    """Each rank stores and loads its own heads; a new engine finds both parts; the server is lost."""
     asked = PROMPTS[:3]
     settings: dict[str, Any] = {"tensor_parallel_size": 2}
-    with Engine(llama, {"run_dir": str(server.run_dir)}, **settings) as engine:
-        first = [engine.generate(prompt)[0] for prompt in asked]
-        assert [answer.cached for answer in first] == [0, 0, 0]
-        engine.forget()
-        again = [engine.generate(prompt)[0] for prompt in asked]
-        assert tokens(again) == tokens(first)
-        assert [answer.cached for answer in again] == [160, 288, 32]
+    hits = [ideal(prompt) for prompt in asked]
+    folder = tmp_path / "kvpool"
+    server = ServerProcess(folder, 64 << 20)
+    extra = {"server": str(folder), "load_timeout_s": 60}
     with Engine(llama, None, **settings) as engine:
-        assert tokens([engine.generate(prompt)[0] for prompt in asked]) == tokens(first)
+        alone = tokens(engine.one_by_one(asked))
+    with Engine(llama, extra, **settings) as engine:
+        cold = engine.one_by_one(asked)
+        assert (tokens(cold), [answer.cached for answer in cold]) == (alone, [0, 0, 0])
+        engine.forget()
+        warm = engine.one_by_one(asked)
+        assert (tokens(warm), [answer.cached for answer in warm]) == (alone, hits)
+    with Engine(llama, extra, **settings) as engine:
+        warm = engine.one_by_one(asked)
+        assert (tokens(warm), [answer.cached for answer in warm]) == (alone, hits)
+        engine.forget()
+        assert engine.lose_in_mid_load(server, asked[1]).tokens == alone[1]
+        engine.forget()
+        assert tokens(engine.one_by_one(asked)) == alone
+        # A new server, too small for all of it.
+        with ServerProcess(folder, 12 * 4 * 16384):
+            until(lambda: engine.connector._pool.stats().slots > 0, "the new server")
+            for _ in range(3):
+                engine.forget()
+                assert tokens(engine.one_by_one(asked)) == alone

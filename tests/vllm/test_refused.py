@@ -118,11 +118,22 @@ def test_importing_the_connector_loads_nothing_heavy() -> None:
     assert done.returncode == 0, done.stderr[-2000:]
 
 
-def test_latent_attention_needs_amx(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where vLLM does not reuse its own prefixes of it, nothing is loaded either."""
-    model = make_model("deepseek", tmp_path / "deepseek")
+def test_latent_attention_that_vllm_rotates_wrongly_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's operator for CPUs takes rows of a latent for others; PyTorch's rotation does not."""
     monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: False)
-    with pytest.raises(ConfigError, match="with AMX only"):
-        require_supported(configured(model, block_size=16))
-    monkeypatch.setattr("torch.cpu._is_amx_tile_supported", lambda: True)
-    require_supported(configured(model, block_size=32))
+    model = make_model("deepseek", tmp_path / "deepseek")
+    config = configured(model, block_size=16)
+    assert not config.cache_config.enable_prefix_caching  # vLLM has none for it without AMX
+    require_supported(config)
+    config.model_config.hf_text_config.rope_parameters = {"rope_type": "default"}
+    with pytest.raises(ConfigError, match="rotary"):
+        require_supported(config)
+    config.compilation_config.custom_ops.append("-rotary_embedding")
+    require_supported(config)
+
+
+def test_a_model_without_prefix_caching_is_refused(llama: Path) -> None:
+    with pytest.raises(ConfigError, match="enable-prefix-caching"):
+        require_supported(configured(llama, enable_prefix_caching=False))

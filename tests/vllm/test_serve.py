@@ -19,6 +19,9 @@ from tests.vllm.models import add_tokenizer, make_model
 
 VLLM = Path(sys.executable).with_name("vllm")
 PREFIXES, EACH, PREFIX_TOKENS, SUFFIX_TOKENS = 3, 4, 256, 48
+REQUESTS = PREFIXES * EACH
+# Of each prompt. The benchmark's words are a few tokens more than it was told: never as many as a block.
+WHOLE = (PREFIX_TOKENS + SUFFIX_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 START_S = 240
 
 
@@ -32,7 +35,7 @@ def free_port() -> int:
 class Served:
     """One ``vllm serve``, ready when the constructor returns."""
 
-    def __init__(self, model: Path, extra: dict[str, str], log: Path) -> None:
+    def __init__(self, model: Path, extra: dict[str, str], log: Path, processes: str = "1") -> None:
         self.base = f"http://127.0.0.1:{free_port()}"
         transfer = {
             "kv_connector": "KvpoolConnector",
@@ -42,7 +45,7 @@ class Served:
             "kv_connector_extra_config": {"lookup_timeout_s": 20, **extra},
         }
         environment = os.environ | {
-            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": processes,
             "VLLM_SERVER_DEV_MODE": "1",  # for /reset_prefix_cache
         }
         self.log = log
@@ -121,7 +124,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, P
     model = make_model("llama", folder / "llama")
     add_tokenizer(model)
     with ServerProcess(folder / "kvpool", 64 << 20):
-        served = Served(model, {"run_dir": str(folder / "kvpool")}, folder / "log")
+        served = Served(model, {"server": str(folder / "kvpool")}, folder / "log")
         yield served, model
         served.stop()
 
@@ -138,18 +141,35 @@ def test_the_hit_rate_is_the_ideal_one(served: tuple[Served, Path]) -> None:
     def grown(name: str) -> tuple[float, float]:
         return first[name] - start[name], second[name] - first[name]
 
-    requests = PREFIXES * EACH
-    # Tokens of the benchmark's words are a few more than it was told: never as many as a block.
-    whole = (PREFIX_TOKENS + SUFFIX_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     tokens = grown("prompt_tokens")
     assert tokens[0] == tokens[1]
-    assert requests * whole < tokens[1] <= requests * (whole + BLOCK_TOKENS)
+    assert REQUESTS * WHOLE < tokens[1] <= REQUESTS * (WHOLE + BLOCK_TOKENS)
     local, external = grown("prefix_cache_hits"), grown("external_prefix_cache_hits")
     # In the second run every prompt is known whole: all that is loadable was taken from somewhere,
     # the first of each prefix from the pool.
-    assert local[1] + external[1] == requests * whole
-    assert external[1] >= PREFIXES * whole
+    assert local[1] + external[1] == REQUESTS * WHOLE
+    assert external[1] >= PREFIXES * WHOLE
     # In the first run a prefix is computed once, and then known.
-    assert local[0] + external[0] == (requests - PREFIXES) * PREFIX_TOKENS
+    assert local[0] + external[0] == (REQUESTS - PREFIXES) * PREFIX_TOKENS
     assert second["kvpool_failed_loads"] == 0
     assert second["kvpool_loaded_blocks"] * BLOCK_TOKENS == second["external_prefix_cache_hits"]
+
+
+def test_a_pool_in_the_engine_outlives_it_on_disk(served: tuple[Served, Path]) -> None:
+    """One process for all, and an SSD: a second engine finds every block of the first."""
+    _, model = served
+    extra = {"dram": "32MiB", "ssd": str(model.parent / "ssd"), "ssd_bytes": "64MiB"}
+    for run in range(2):
+        server = Served(model, extra, model.parent / f"log-{run}", processes="0")
+        try:
+            server.bench(model)
+            found = server.counters()
+        finally:
+            server.stop()
+        local, external = found["prefix_cache_hits"], found["external_prefix_cache_hits"]
+        assert found["kvpool_failed_loads"] == 0
+        if run:
+            assert local + external == REQUESTS * WHOLE
+            assert external >= PREFIXES * WHOLE
+        else:
+            assert local + external == (REQUESTS - PREFIXES) * PREFIX_TOKENS

@@ -1,36 +1,20 @@
 """An engine on a kvpool-server: over restarts, between processes, and when the server is lost."""
 
-import json
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from vllm import SamplingParams
 
 from tests.server_process import ServerProcess, until
 from tests.vllm.conftest import prompts
-from tests.vllm.engines import BLOCK_TOKENS, Answer, Engine
+from tests.vllm.engines import BLOCK_TOKENS, Answer, Engine, answers_of_another_process
 from tests.vllm.models import make_model
 from tests.vllm.test_embedded import ideal, tokens
+from tests.vllm.test_serve import free_port
 
 PROMPTS = prompts(180, 200, 321, seed=20)
-ROOT = Path(__file__).parents[2]
-
-# Runs in a process of its own: an engine that nobody else has anything in common with.
-OTHER = """
-import json, sys
-from pathlib import Path
-import tests.vllm.conftest
-from tests.vllm.engines import Engine
-model, run_dir, asked = json.loads(sys.stdin.read())
-with Engine(Path(model), {"run_dir": run_dir}) as engine:
-    answers = [engine.generate(prompt)[0] for prompt in asked]
-print("ANSWERS", json.dumps([[a.tokens, a.cached] for a in answers]))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -55,22 +39,11 @@ def test_another_process_then_a_restart(
     llama: Path, run_dir: Path, server: ServerProcess, alone: list[Answer]
 ) -> None:
     """Both engines run one after the other: the second finds what the first has stored."""
-    done = subprocess.run(
-        [sys.executable, "-c", OTHER],
-        input=json.dumps([str(llama), str(run_dir), PROMPTS]),
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("ANSWERS")]
-    cold = json.loads(line.removeprefix("ANSWERS"))
-    assert [tuple(sampled) for sampled, _ in cold] == tokens(alone)
-    assert [cached for _, cached in cold] == [0, 0, 0]
+    cold = answers_of_another_process(llama, {"server": str(run_dir)}, PROMPTS)
+    assert tokens(cold) == tokens(alone)
+    assert [answer.cached for answer in cold] == [0, 0, 0]
     for _ in range(2):
-        with Engine(llama, {"run_dir": str(run_dir)}) as engine:
+        with Engine(llama, {"server": str(run_dir)}) as engine:
             warm = [engine.generate(prompt)[0] for prompt in PROMPTS]
         assert tokens(warm) == tokens(alone)
         assert [answer.cached for answer in warm] == [ideal(prompt) for prompt in PROMPTS]
@@ -91,7 +64,7 @@ def test_a_change_is_a_clean_miss(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The server has all blocks of the model; an engine that differs in one thing finds none."""
-    extra: dict[str, object] = {"run_dir": str(run_dir)}
+    extra: dict[str, object] = {"server": str(run_dir)}
     model = llama
     settings: dict[str, Any] = {}
     if change == "weights":
@@ -125,24 +98,12 @@ def test_a_server_killed_in_mid_load(llama: Path, tmp_path: Path, alone: list[An
     """Stopped, then killed, while a request waits for its blocks; then it comes back."""
     folder = tmp_path / "kvpool"
     server = ServerProcess(folder, 64 << 20)
-    extra = {"run_dir": str(folder), "load_timeout_s": 60, "lookup_timeout_s": 1}
+    extra = {"server": str(folder), "load_timeout_s": 60, "lookup_timeout_s": 1}
     with Engine(llama, extra) as engine:
         for prompt in PROMPTS:
             engine.generate(prompt)
         engine.forget()
-        core = engine.llm.llm_engine
-        sampling = SamplingParams(max_tokens=8, temperature=0, detokenize=False, ignore_eos=True)
-        core.add_request("mid-load", {"prompt_token_ids": PROMPTS[2]}, sampling)
-        (name,) = engine.connector._scheduler._tracked
-        until(lambda: engine.connector._lookups.answer(name), "the answer of the lookup")
-        server.signal(signal.SIGSTOP)
-        core.step()  # orders the load
-        waiting = [request.status.name for request in engine.scheduler.requests.values()]
-        assert waiting == ["WAITING_FOR_REMOTE_KVS"]
-        assert not core.step()
-        server.kill()
-        output = [done for _ in iter(core.has_unfinished_requests, False) for done in core.step()]
-        assert tuple(output[-1].outputs[0].token_ids) == alone[2].tokens
+        assert engine.lose_in_mid_load(server, PROMPTS[2]).tokens == alone[2].tokens
         engine.forget()
         # Without a server requests are computed, and none is held up.
         for prompt, answer in zip(PROMPTS, alone, strict=True):
@@ -168,7 +129,7 @@ def test_a_hung_server_holds_nobody_up(llama: Path, tmp_path: Path, alone: list[
     folder = tmp_path / "kvpool"
     with (
         ServerProcess(folder, 64 << 20) as server,
-        Engine(llama, {"run_dir": str(folder), "lookup_timeout_s": 0.1}) as engine,
+        Engine(llama, {"server": str(folder), "lookup_timeout_s": 0.1}) as engine,
     ):
         engine.generate(PROMPTS[0])
         engine.forget()
@@ -188,4 +149,37 @@ def test_a_hung_server_holds_nobody_up(llama: Path, tmp_path: Path, alone: list[
         assert answers[0] == (None, False)
         assert answers[-1] == (0, False)
         assert engine.connector._lookups._failing
+        # From then on no request is told to wait, not once: each is asked about one time.
+        answers.clear()
+        for _ in range(20):
+            assert engine.generate(PROMPTS[0])[0].tokens == alone[0].tokens
+            engine.forget()
+        assert answers == [(0, False)] * 20
         server.signal(signal.SIGCONT)
+
+
+def test_a_pool_over_the_network(llama: Path, tmp_path: Path, alone: list[Answer]) -> None:
+    """The same, with the address of a server of a ring instead of a folder."""
+    address = f"127.0.0.1:{free_port()}"
+    config = tmp_path / "pool.toml"
+    config.write_text(
+        f'[node]\nname = "one"\n[listen]\naddress = "{address}"\n[ring]\nannounce_interval_s = 0.2\n'
+        f'[[ring.members]]\nname = "one"\naddress = "{address}"\n'
+    )
+    with (
+        ServerProcess(tmp_path / "run", 64 << 20, "--config", str(config)) as server,
+        Engine(llama, {"server": address}) as engine,
+    ):
+        assert tokens(engine.one_by_one(PROMPTS)) == tokens(alone)
+
+        def warm() -> bool:  # once the directory knows all of it
+            engine.forget()
+            answers = engine.one_by_one(PROMPTS)
+            assert tokens(answers) == tokens(alone)
+            return [answer.cached for answer in answers] == [ideal(one) for one in PROMPTS]
+
+        until(warm, "hits over the network")
+        server.kill()
+        for _ in range(2):
+            engine.forget()
+            assert tokens(engine.one_by_one(PROMPTS)) == tokens(alone)

@@ -9,7 +9,8 @@ from kvpool.base import Chain, Match
 from kvpool.block import HASH_BYTES
 from kvpool.clock import ManualClock
 from kvpool.config import PoolConfig
-from kvpool.integration.vllm.lookup import FAILING_PATIENCE_S, Lookups, longest_prefix
+from kvpool.integration.vllm.lookup import Lookups, longest_prefix, lost_claims
+from kvpool.integration.vllm.publishing import Doubt
 from kvpool.integration.vllm.shape import Group, part_chain
 from kvpool.memory import BlockView, Span
 from kvpool.pool import Pool
@@ -90,24 +91,55 @@ def test_asking_never_waits_and_patience_ends() -> None:
         assert lookups.ask("one", NAMESPACE, hashes(4)) is None
         clock.advance(0.2)
         assert lookups.ask("one", NAMESPACE, hashes(4)) == 0
-        # The pool was too slow once: the next request is not made to wait as long.
-        assert lookups.ask("two", NAMESPACE, hashes(4)) is None
-        clock.advance(2 * FAILING_PATIENCE_S)
-        assert lookups.ask("two", NAMESPACE, hashes(4)) == 0
+        # The pool was too slow once: none of the next requests is told to wait, not even once.
+        answers = [lookups.ask(f"next {number}", NAMESPACE, hashes(4)) for number in range(200)]
+        assert answers == [0] * 200
+        assert lookups._waiting == 1  # nor do they pile up behind the thread
         pool.go.set()
-        until(lambda: not lookups._waiting, "the end of both")
+        until(lambda: not lookups._waiting, "the end of the first")
         assert lookups._failing  # an answer that nobody waited for proves nothing
-        lookups.forget("one")
-        until(lambda: lookups.ask("one", NAMESPACE, hashes(4)) is not None, "an answer")
-        lookups.forget("one")
-        until(lambda: lookups.ask("one", NAMESPACE, hashes(4)) == 4, "patience")
+
+        def found() -> bool:
+            lookups.forget("one")
+            lookups.ask("one", NAMESPACE, hashes(4))
+            until(lambda: lookups.answer("one") is not None, "an answer")
+            return lookups.answer("one") == 4
+
+        until(found, "patience")
         lookups.close()
+
+
+def test_claims_that_were_lost_are_found(pool: Pool) -> None:
+    """Whatever is gone, in any part, is named; what is there is not, in any number of questions."""
+    store(pool, FULL, [0, 1, 2, 5, 6, 9])
+    store(pool, WINDOW, [8, 9])
+    doubts = [Doubt(0, name, 7) for name in hashes(10)] + [Doubt(1, name, 7) for name in hashes(10)]
+    lost = lost_claims(pool, shape(FULL, WINDOW), NAMESPACE, doubts)
+    assert lost == [doubts[index] for index in (3, 4, 7, 8, *range(10, 18))]
+
+
+def test_a_check_never_holds_up_a_lookup(pool: Pool) -> None:
+    store(pool, FULL, [0])
+    lookups = Lookups(pool, shape(FULL), ManualClock(), patience_s=1.0)
+    doubts = [Doubt(0, name, number) for number, name in enumerate(hashes(2))]
+    assert lookups.check(NAMESPACE, doubts)
+    until(lambda: not lookups._waiting, "the check")
+    assert lookups.take_lost() == doubts[1:]
+    assert lookups.take_lost() == []
+    with lookups._lock:
+        lookups._waiting += 1  # somebody asks
+    assert not lookups.check(NAMESPACE, doubts)
+    with lookups._lock:
+        lookups._waiting -= 1
+    assert lookups.take_lost() == []
+    lookups.close()
 
 
 def test_a_lookup_that_fails_is_a_miss(pool: Pool) -> None:
     lookups = Lookups(pool, shape(FULL), ManualClock(), patience_s=1.0)
     pool.close()
     until(lambda: lookups.ask("one", NAMESPACE, hashes(4)) == 0, "a miss")
+    assert lookups.ask("two", NAMESPACE, hashes(4)) == 0  # at once: the clock stands still
     lookups.close()
 
 

@@ -7,7 +7,9 @@ import torch
 
 from kvpool.base import Match
 from kvpool.config import PoolConfig
+from kvpool.integration.vllm import loading
 from kvpool.integration.vllm.cache import GroupCache
+from kvpool.integration.vllm.lane import Lane
 from kvpool.integration.vllm.loading import Loader
 from kvpool.integration.vllm.plan import LoadOrder
 from kvpool.integration.vllm.saving import Saver
@@ -19,7 +21,7 @@ from tests.unit.integration.vllm.scene import FULL, LAYOUT, NAMESPACE, hashes, s
 
 BLOCKS = 12
 SHAPE = shape(FULL)
-RUN = BlockRun(0, tuple(hashes(3)), (4, 2, 7), None)
+RUN = BlockRun(0, tuple(hashes(3)), (4, 2, 7), None, 0)
 
 
 class CountingPool(Pool):
@@ -50,6 +52,10 @@ def caches(memory: torch.Tensor) -> Mapping[int, GroupCache]:
     return {0: GroupCache.of_tensors(LAYOUT, FULL, tensors)}
 
 
+def lane(pool: Pool, caches: Mapping[int, GroupCache], slots: Slots, timeout_s: float) -> Lane:
+    return Lane(pool=pool, shape=SHAPE, rank=0, caches=caches, slots=slots, timeout_s=timeout_s)
+
+
 def save(saver: Saver, *layers: str) -> None:
     """Run one step that completes the run's blocks, but computes these layers only."""
     saver.begin_step(NAMESPACE, [RUN])
@@ -68,7 +74,7 @@ def test_a_step_that_failed_stores_nothing(
 ) -> None:
     """vLLM ends the step in every case; what it did not compute is another request's old KV."""
     slots = Slots(LAYOUT, 8 * LAYOUT.block_bytes)
-    saver = Saver(pool, SHAPE, 0, caches(memory), slots, 20.0)
+    saver = Saver(lane(pool, caches(memory), slots, 20.0))
     save(saver, *computed)
     until(lambda: slots.free == slots.count, "the slots")
     assert found(pool) == 0
@@ -81,13 +87,13 @@ def test_a_step_that_failed_stores_nothing(
 
 def test_the_same_bytes_come_back(pool: CountingPool, memory: torch.Tensor) -> None:
     slots = Slots(LAYOUT, 2 * LAYOUT.block_bytes)  # fewer than blocks: two rounds
-    saver = Saver(pool, SHAPE, 0, caches(memory), Slots(LAYOUT, 8 * LAYOUT.block_bytes), 20.0)
+    saver = Saver(lane(pool, caches(memory), Slots(LAYOUT, 8 * LAYOUT.block_bytes), 20.0))
     save(saver, "a", "b")
     until(lambda: found(pool) == 3, "the store")
     other = torch.zeros_like(memory)
-    loader = Loader(pool, SHAPE, 0, caches(other), slots, 20.0)
+    loader = Loader(lane(pool, caches(other), slots, 20.0))
     to = (9, 1, 5)
-    loader.start(NAMESPACE, LoadOrder("r", (BlockRun(0, RUN.hashes, to, None),)))
+    loader.start(NAMESPACE, LoadOrder("r", (BlockRun(0, RUN.hashes, to, None, 0),)))
     ended: set[str] = set()
     failed: set[str] = set()
 
@@ -109,9 +115,36 @@ def test_the_same_bytes_come_back(pool: CountingPool, memory: torch.Tensor) -> N
 
 def test_a_load_whose_time_is_over_asks_nobody(pool: CountingPool, memory: torch.Tensor) -> None:
     """With a hung server loads wait in line: those behind end at their deadline too."""
-    loader = Loader(pool, SHAPE, 0, caches(memory), Slots(LAYOUT, LAYOUT.block_bytes), 0.0)
+    loader = Loader(lane(pool, caches(memory), Slots(LAYOUT, LAYOUT.block_bytes), 0.0))
     loader.start(NAMESPACE, LoadOrder("r", (RUN,)))
     until(lambda: loader.counts()["failed_loads"] == 1, "the end")
     assert loader.take_ended() == ({"r"}, {"r"})
     assert pool.asked == 0
     loader.close()
+
+
+def test_loads_have_a_limit(
+    pool: CountingPool, memory: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What would wait behind too many others has failed at once; each end is told once."""
+    monkeypatch.setattr(loading, "LOADS_MAX", 2)
+    slots = Slots(LAYOUT, LAYOUT.block_bytes)
+    held = slots.take(1)  # loads wait for it
+    saver = Saver(lane(pool, caches(memory), Slots(LAYOUT, 8 * LAYOUT.block_bytes), 20.0))
+    save(saver, "a", "b")
+    until(lambda: found(pool) == 3, "the store")
+    loader = Loader(lane(pool, caches(memory), slots, 20.0))
+    for name in ("one", "two", "three"):
+        loader.start(NAMESPACE, LoadOrder(name, (RUN,)))
+    assert loader.take_ended() == ({"three"}, {"three"})
+    slots.give_back(held)
+    ended: set[str] = set()
+
+    def over() -> bool:
+        ended.update(loader.take_ended()[0])
+        return ended == {"one", "two"}
+
+    until(over, "the loads")
+    assert loader.counts()["failed_loads"] == 1
+    loader.close()
+    saver.close()
