@@ -153,8 +153,12 @@ class Child:
         """Stop it where it is, so that it takes no CPU, until ``go_on``."""
         self._process.send_signal(signal.SIGSTOP)
 
+    def kill(self) -> None:
+        """End it at once (SIGKILL)."""
+        self._process.kill()
+
     def go_on(self) -> None:
-        """Let a stopped process run."""
+        """Let a stopped process run. Harmless if it is gone."""
         self._process.send_signal(signal.SIGCONT)
 
     def _end(self) -> None:
