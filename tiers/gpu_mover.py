@@ -70,6 +70,8 @@ class GpuMover:
         if self._device.type == "cuda":
             self._compute = compute or torch.cuda.current_stream(self._device)
             self._copies = torch.cuda.Stream(self._device)
+            # The arena was zeroed on this thread's stream, which may be another than the model's.
+            self._copies.wait_stream(torch.cuda.current_stream(self._device))
         self._batch = ring_blocks // _BUFFERS
         self._ring = [_Staging(tier, self._batch) for _ in range(_BUFFERS)]
 
