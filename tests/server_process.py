@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -17,13 +17,19 @@ WAIT_S = 30.0
 
 
 class ServerProcess:
-    """One server, from construction to ``stop``; ready when the constructor returns."""
+    """One server, from construction to ``stop``; ready when the constructor returns.
 
-    def __init__(self, run_dir: Path, dram_bytes: int, *flags: str) -> None:
+    ``prefix`` goes before its command: what runs it somewhere else.
+    """
+
+    def __init__(
+        self, run_dir: Path, dram_bytes: int, *flags: str, prefix: Sequence[str] = ()
+    ) -> None:
         self.run_dir = run_dir
         self.flags = flags
         self.process = subprocess.Popen(
             [
+                *prefix,
                 *(sys.executable, "-m", "kvpool.server.main", "--die-with", str(os.getpid())),
                 *("--run-dir", str(run_dir), "--dram", str(dram_bytes), *flags),
             ],

@@ -163,9 +163,21 @@ class Loads:
             self._release(lease)
 
     def close(self) -> None:
-        """Have the loads under way end with ClosedError, as soon as their link is closed."""
+        """Have the loads under way end with ClosedError, as soon as their link is closed.
+
+        What this client had leased ends with the connection of its transport. A client of streams
+        has none, and says goodbye.
+        """
         with self._changed:
             self._closed = True
+        try:
+            link = self._keeper.link()
+            if link.endpoint is None:
+                request = protocol.ReleaseRequest(client=link.client, lease=protocol.EVERY_LEASE)
+                # Whether or not it answered lately: nobody asks again.
+                link.caller.call(protocol.RELEASE, request, self._timeout_s)
+        except KVPoolError as error:
+            logger.debug("what was leased stays so until it runs out: %s", error)
 
     def join(self, timeout_s: float) -> None:
         """Wait until all have ended: at most one copy, once the link is closed."""

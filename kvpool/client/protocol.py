@@ -89,6 +89,8 @@ PROTOCOL_VERSION: Final = 2
 PROTOCOL_VERSION_MIN: Final = 2
 # Bytes of a connection's name, the ``client`` of every message.
 CLIENT_BYTES: Final = 16
+# In place of a lease's number: all that a client of streams has.
+EVERY_LEASE: Final = 0
 # Sockets in a server's run directory.
 CONTROL_SOCKET: Final = "control.sock"
 TRANSPORT_SOCKET: Final = "transport.sock"

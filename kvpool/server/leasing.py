@@ -62,8 +62,11 @@ class Leasing:
         return protocol.Done()
 
     async def release(self, request: protocol.ReleaseRequest) -> protocol.Done:
-        """End a lease."""
+        """End a lease, or all that a client of streams has, which ends with them."""
         session = self._sessions.get(request.client)
+        if request.lease == protocol.EVERY_LEASE:
+            self._sessions.end(session)
+            return protocol.Done()
         session.leases.discard(LeaseId(request.lease))
         self._served.get().leases.release(session.client, LeaseId(request.lease))
         return protocol.Done()

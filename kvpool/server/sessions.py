@@ -125,6 +125,11 @@ class Sessions:
         self._sessions[client] = session
         return session
 
+    def end(self, session: Session) -> None:
+        """Forget a client of streams, which says that it ends. One with a connection ends with that."""
+        if session.endpoint is None and self._sessions.pop(session.client, None) is not None:
+            self._on_lost(session)
+
     def expire(self, idle_s: float) -> None:
         """Forget clients without a connection that asked nothing for ``idle_s``."""
         before = self._loop.time() - idle_s

@@ -53,6 +53,11 @@ class PoolSuite(ABC):
         with self.open_pool(self.layout, SLOTS) as pool:
             yield pool
 
+    def beside(self, pool: BlockPool, chain: Chain, blocks: int, salt: str) -> Chain:
+        """Return a chain under another salt that is stored where ``chain`` is."""
+        del chain
+        return _chain(pool, blocks, salt)
+
     # ---- chain ------------------------------------------------------------------------------------
 
     def test_a_chain_names_full_blocks_only(self, pool: BlockPool) -> None:
@@ -186,7 +191,7 @@ class PoolSuite(ABC):
         with pool.lease(pool.match(chain), WAIT_S) as lease:
             assert lease.blocks == SLOTS
             source = view_of(self.layout, other)
-            asked = _chain(pool, 2, salt="b")
+            asked = self.beside(pool, chain, 2, "b")
             result = pool.store(asked, source, deadline_s=WAIT_S).wait(WAIT_S)
             assert (result.stored, result.new) == (0, 0)
             assert result.refused
@@ -194,7 +199,7 @@ class PoolSuite(ABC):
             done = pool.load(lease, view_of(self.layout, out), deadline_s=WAIT_S)
             assert done.wait(WAIT_S) == SLOTS
             np.testing.assert_array_equal(out, blocks)
-        assert _wait_stored(pool, _chain(pool, 2, salt="b"), view_of(self.layout, other)) == (2, 2)
+        assert _wait_stored(pool, asked, view_of(self.layout, other)) == (2, 2)
 
     def test_more_blocks_than_room_are_stored_in_part(self, pool: BlockPool) -> None:
         chain = _chain(pool, SLOTS + 3)
@@ -210,7 +215,7 @@ class PoolSuite(ABC):
         blocks = payload(self.layout, SLOTS, seed=13)
         view = view_of(self.layout, blocks)
         _wait_stored(pool, chain, view.take(0, 2))
-        _store(pool, _chain(pool, SLOTS - 2, salt="b"), seed=14)
+        _store(pool, self.beside(pool, chain, SLOTS - 2, "b"), seed=14)
         assert _wait_stored(pool, chain, view) == (SLOTS, SLOTS - 2)
         np.testing.assert_array_equal(_load_all(pool, chain), blocks)
 
@@ -218,7 +223,7 @@ class PoolSuite(ABC):
         chain = _chain(pool, 3)
         _store(pool, chain, seed=15)
         stale = pool.match(chain)
-        _store(pool, _chain(pool, SLOTS - 1, salt="b"), seed=16)
+        _store(pool, self.beside(pool, chain, SLOTS - 1, "b"), seed=16)
         with pool.lease(stale, WAIT_S) as lease:
             assert lease.blocks == 1
         with pool.lease(Match(_chain(pool, 2, salt="c"), 2), WAIT_S) as lease:
@@ -242,7 +247,7 @@ class PoolSuite(ABC):
         with pytest.raises(LeaseExpiredError):
             pool.load(lease, view_of(self.layout, np.zeros_like(blocks)), deadline_s=WAIT_S)
         lease.close()
-        _store(pool, _chain(pool, SLOTS, salt="b"), seed=19)
+        _store(pool, self.beside(pool, chain, SLOTS, "b"), seed=19)
 
     def test_a_lease_of_no_time_is_refused(self, pool: BlockPool) -> None:
         match = pool.match(_chain(pool, 1))
@@ -367,14 +372,15 @@ class PoolSuite(ABC):
         stats = pool.stats()
         slots = SLOTS * self.servers
         assert (stats.slots, stats.free, stats.ready, stats.leases) == (slots, slots, 0, 0)
-        _store(pool, _chain(pool, 3), seed=30)
+        chain = _chain(pool, 3)
+        _store(pool, chain, seed=30)
         before = pool.stats()
         assert (before.free, before.ready, before.hits, before.misses) == (slots - 3, 3, 0, 0)
         lease = pool.lease(Match(_chain(pool, 5), 5), WAIT_S)
         during = pool.stats()
         assert (during.leases, during.hits, during.misses) == (1, 3, 2)
         lease.close()
-        _store(pool, _chain(pool, SLOTS, salt="b"), seed=31)
+        _store(pool, self.beside(pool, chain, SLOTS, "b"), seed=31)
         after = pool.stats()
         assert (after.leases, after.evictions, after.ready) == (0, 3, SLOTS)
         assert _nothing_out(pool)

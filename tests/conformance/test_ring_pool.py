@@ -1,133 +1,64 @@
-"""The pool over a ring passes the suite of pools: one server through streams, five over shared memory.
+"""The pool over a ring passes the suite of pools: one server by streams, five hosts by shared memory.
 
-Each test of the first has a server of its own. The five are started once, which takes seconds, and
-emptied between tests; ``test_ring_pool_soak.py`` starts five for each test, and goes other ways.
+The servers are started once, which takes seconds, and emptied between tests. Each of the five has a
+network namespace of its own. ``test_ring_pool_soak.py`` goes all other ways; of UCX between hosts
+there are a few here.
 """
 
-import itertools
-from collections.abc import Iterator
-from contextlib import ExitStack, closing
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 
-from kvpool.base import (
-    BlockPool,
-    Chain,
-    Durability,
-    Lease,
-    Match,
-    PoolStats,
-    StoreResult,
-    Tokens,
-)
-from kvpool.block import BlockLayout, Namespace
-from kvpool.client import protocol
-from kvpool.client.rpc import Caller
-from kvpool.completion import Completion
-from kvpool.memory import BlockView
-from kvpool.testing.pool_suite import SLOTS, PoolSuite
-from tests.ring import PATIENT, RingOfServers
+from kvpool.base import BlockPool
+from kvpool.testing.blocks import namespace, payload, view_of
+from kvpool.testing.pool_suite import SLOTS
+from tests.conformance.ring_suite import OverUcx, RingSuite, ring
+from tests.ring import PATIENT
 from tests.server_process import WAIT_S, until
 
-_COUNTS = ("hits", "misses", "evictions", "corruptions")
-
-
-def dram_bytes(layout: BlockLayout, slot_count: int) -> int:
-    """Return what has room for so many slots."""
-    return slot_count * -(-layout.block_bytes // 4096) * 4096
-
-
-class RingSuite(PoolSuite):
-    flags: tuple[str, ...] = ()
-    ways: tuple[str, ...] = ("host", "ucx")
-
-    @pytest.fixture(autouse=True)
-    def _servers(self) -> Iterator[None]:
-        with ExitStack() as self.stack:
-            yield
-
-    def open_pool(self, layout: BlockLayout, slot_count: int) -> BlockPool:
-        ring = RingOfServers(self.servers, dram_bytes(layout, slot_count), *self.flags)
-        self.stack.enter_context(ring)
-        config = replace(PATIENT, ways=self.ways)
-        return self.stack.enter_context(ring.connect(layout, config))
+__all__ = ["ring"]
 
 
 class TestOneServerThroughStreams(RingSuite):
-    ways: tuple[str, ...] = ()
+    ways: ClassVar[tuple[str, ...]] = ()
+
+    def test_what_a_closed_client_had_leased_is_free(self, pool: BlockPool) -> None:
+        """Over streams no connection ends with it, so that it has to be said."""
+        with self.ring.connect(self.layout, replace(PATIENT, ways=())) as other:
+            chain = other.chain(namespace(self.layout), list(range(self.layout.block_tokens)))
+            source = view_of(self.layout, payload(self.layout, 1, seed=1))
+            assert other.store(chain, source, deadline_s=WAIT_S).wait(WAIT_S).stored == 1
+            lease = other.lease(other.match(chain), 300)
+            assert pool.stats().leases == lease.blocks == 1
+        until(lambda: pool.stats().leases == 0, "the lease is given back")
 
 
-class Fresh(BlockPool):
-    """A pool of servers that others have used: its names are its own, and counts begin at 0."""
-
-    _numbers = itertools.count()
-
-    def __init__(self, pool: BlockPool) -> None:
-        self.layout = pool.layout
-        self._pool = pool
-        self._salt = f"pool {next(self._numbers)}"
-        self._before = pool.stats()
-
-    def chain(self, namespace: Namespace, tokens: Tokens) -> Chain:
-        salt = f"{self._salt}:{namespace.salt}"
-        return Chain(namespace, self._pool.chain(replace(namespace, salt=salt), tokens).hashes)
-
-    def match(self, chain: Chain) -> Match:
-        return self._pool.match(chain)
-
-    def lease(self, match: Match, seconds: float) -> Lease:
-        return self._pool.lease(match, seconds)
-
-    def load(
-        self, lease: Lease, dest: BlockView, *, first: int = 0, deadline_s: float
-    ) -> Completion[int]:
-        return self._pool.load(lease, dest, first=first, deadline_s=deadline_s)
-
-    def store(
-        self,
-        chain: Chain,
-        source: BlockView,
-        *,
-        first: int = 0,
-        durability: Durability = "dram",
-        deadline_s: float,
-    ) -> Completion[StoreResult]:
-        return self._pool.store(
-            chain, source, first=first, durability=durability, deadline_s=deadline_s
-        )
-
-    def stats(self) -> PoolStats:
-        stats = self._pool.stats()
-        grown = {name: getattr(stats, name) - getattr(self._before, name) for name in _COUNTS}
-        return replace(stats, **grown)
-
-    def close(self) -> None:
-        self._pool.close()
-
-
-@pytest.fixture(scope="module")
-def five_servers() -> Iterator[RingOfServers]:
-    with RingOfServers(5, dram_bytes(PoolSuite.layout, SLOTS)) as ring:
-        yield ring
-
-
-class TestFiveServers(PoolSuite):
+class TestFiveHosts(RingSuite):
     servers = 5
+    apart = True
+    ways: ClassVar[tuple[str, ...]] = ("host",)
 
-    @pytest.fixture(autouse=True)
-    def _ring(self, five_servers: RingOfServers) -> None:
-        self.ring = five_servers
 
-    def open_pool(self, layout: BlockLayout, slot_count: int) -> BlockPool:
-        assert slot_count == SLOTS
-        pool = self.ring.connect(layout)
+class _TwoHostsOverUcx(OverUcx):
+    servers = 2
+    apart = True
 
-        def emptied() -> bool:
-            for node in self.ring.nodes:
-                with closing(Caller(node.address)) as caller:
-                    caller.call(protocol.EVICT, protocol.EvictRequest(blocks=SLOTS), WAIT_S)
-            return pool.stats().free == SLOTS * self.servers
 
-        until(emptied, "every block is evicted")
-        return Fresh(pool)
+@pytest.mark.ucx
+class TestSomeOfTwoHostsOverUcx:
+    servers, apart, flags, layout = 2, True, OverUcx.flags, OverUcx.layout
+
+    @pytest.mark.parametrize(
+        "name",
+        [
+            "test_what_was_stored_is_loaded",
+            "test_a_full_pool_of_leases_refuses_and_says_why",
+            "test_a_load_outlives_the_close_of_its_lease",
+        ],
+    )
+    def test_one(self, name: str, ring: object) -> None:
+        suite = _TwoHostsOverUcx()
+        suite.ring = ring  # type: ignore[assignment]
+        with suite.open_pool(suite.layout, SLOTS) as pool:
+            getattr(suite, name)(pool)

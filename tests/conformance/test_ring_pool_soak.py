@@ -1,32 +1,29 @@
-"""The pool over a ring passes the suite of pools: one server and five, over shared memory and UCX.
+"""The pool over a ring passes the suite of pools: one server and five hosts, each way that blocks go.
 
-Each test starts its own servers, which takes minutes altogether: with ``--soak`` only.
+With ``--soak`` only: one server by streams and five hosts by shared memory are in every run.
 """
 
-import pytest
+from typing import ClassVar
 
-from tests.conformance.test_ring_pool import RingSuite
+from tests.conformance.ring_suite import OverUcx, RingSuite, ring
+
+__all__ = ["ring"]
 
 
 class TestOneServer(RingSuite):
     pass
 
 
-class TestFiveServers(RingSuite):
+class TestOneServerOverUcx(OverUcx):
+    pass
+
+
+class TestFiveHostsThroughStreams(RingSuite):
     servers = 5
+    apart = True
+    ways: ClassVar[tuple[str, ...]] = ()
 
 
-@pytest.mark.ucx
-class TestOneServerOverUcx(RingSuite):
-    flags: tuple[str, ...] = ("--transport", "ucx")
-
-
-@pytest.mark.ucx
-class TestFiveServersOverUcx(RingSuite):
+class TestFiveHostsOverUcx(OverUcx):
     servers = 5
-    flags: tuple[str, ...] = ("--transport", "ucx")
-
-    # These need two chains on one server. Without a server of this host the ring spreads chains.
-    test_a_full_pool_of_leases_refuses_and_says_why = None  # type: ignore[assignment]
-    test_a_lease_on_a_stale_match_is_shorter = None  # type: ignore[assignment]
-    test_stats_count = None  # type: ignore[assignment]
+    apart = True

@@ -6,7 +6,6 @@ between them. Needs root and the kernel's veth, tbf and TUN, and no program: wit
 fails and says so.
 """
 
-import ctypes
 import errno
 import fcntl
 import heapq
@@ -22,35 +21,30 @@ from typing import Final, Self
 
 from pyroute2 import IPRoute
 
+from tests.faults.namespaces import enter_namespace as enter_namespace  # noqa: PLC0414  # for peers
+
 # 198.18.0.0/15 is for benchmarks between networks (RFC 2544): nobody routes it. A link is a /30 of it.
 _LINKS: Final = itertools.count(os.getpid() * 16)
 _LINKS_MAX: Final = 1 << 15
 
-_CLONE_NEWNS: Final = 0x20000
-_CLONE_NEWNET: Final = 0x40000000
-_MS_PRIVATE_REC: Final = 0x44000
+# A network for a few hosts is four of them, a /28.
+PREFIX_BITS: Final = 28
+_HOSTS_MAX: Final = 14
+
 _TUNSETIFF: Final = 0x400454CA
 _IFF_TUN_NO_PI: Final = 0x1001
 _PACKET_BYTES_MAX: Final = 65536
 _ROOT: Final = 0xFFFFFFFF
 
 
-def enter_namespace() -> None:
-    """Move this process into a network namespace of its own, and show its devices in /sys.
-
-    Raises:
-        OSError: Not as root.
-    """
-    libc = ctypes.CDLL(None, use_errno=True)
-    _require(libc.unshare(_CLONE_NEWNS | _CLONE_NEWNET))
-    _require(libc.mount(b"none", b"/", None, _MS_PRIVATE_REC, None))
-    # libucp finds its devices there.
-    _require(libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None))
-
-
-def _require(result: int) -> None:
-    if result != 0:
-        raise OSError(ctypes.get_errno(), "a network namespace needs root")
+def take_network(count: int) -> list[str]:
+    """Return so many addresses of a network, of ``PREFIX_BITS`` bits, that no other test has."""
+    assert count <= _HOSTS_MAX, f"{count} hosts on a network of {_HOSTS_MAX}"
+    number = next(one for one in _LINKS if one % 4 == 0) % _LINKS_MAX
+    for _ in range(3):
+        next(_LINKS)
+    high, low = divmod(number * 4, 256)
+    return [f"198.{18 + high // 256}.{high % 256}.{low + 1 + index}" for index in range(count)]
 
 
 def configure(name: str, address: str) -> None:

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from kvpool.base import Chain, StoreResult
-from kvpool.client.cluster import ClusterLease, ClusterPool
+from kvpool.client.cluster import ClusterPool
+from kvpool.client.parts import ClusterLease
 from kvpool.config import TransferConfig
 from kvpool.errors import UnavailableError
 from kvpool.testing.blocks import view_of
@@ -23,10 +24,18 @@ DRAM_BYTES = 64 * LAYOUT.block_bytes
 DEFAULT = TransferConfig(backoff_max_s=0.4, staging_bytes=4 << 20)
 
 
-@pytest.fixture
-def ring() -> Iterator[RingOfServers]:
+@pytest.fixture(scope="module")
+def servers() -> Iterator[RingOfServers]:
     with RingOfServers(3, DRAM_BYTES) as ring:
         yield ring
+
+
+@pytest.fixture
+def ring(servers: RingOfServers) -> RingOfServers:
+    """Three servers that run, and are empty, whatever the test before did to them."""
+    servers.mend()
+    servers.empty()
+    return servers
 
 
 def chain(pool: ClusterPool, number: int) -> Chain:
