@@ -19,6 +19,7 @@ from kvpool.client.breaker import Breaker
 from kvpool.client.link import Place
 from kvpool.client.remote import RemotePool
 from kvpool.client.rpc import Asked, Caller
+from kvpool.client.settling import Settling
 from kvpool.client.ways import Ways
 from kvpool.clock import Clock
 from kvpool.completion import Deadline
@@ -38,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 # How often the members are asked for, news or not.
 _REFRESH_S: Final = 1.0
-# How long look-ups go by the ring before a node joined: its shard has to be told first.
+# How long look-ups go by the ring before a change: shards have to be told first.
 _SETTLE_S: Final = 3.0
 # How long one member after the other is waited for while none is connected.
 _LOOK_S: Final = 0.1
@@ -103,7 +104,7 @@ class Nodes:
         self._ring = Ring([])
         self._digest = b""
         self._load = BoundedLoad([])
-        self._joined: dict[NodeId, float] = {}
+        self._settling = Settling(_SETTLE_S)
         self._absent: dict[tuple[NodeId, bytes], float] = {}
         self._closed = self._poked = False
         self.lookups = self.rounds = 0
@@ -173,6 +174,7 @@ class Nodes:
             if not len(self._ring):
                 return []
             avoid = {node for node, one in self._nodes.items() if one.breaker.open()}
+            avoid |= set(self._ring.nodes) - set(self._nodes)  # they left
             lookup = Lookup(hashes, self._ring, self._load, avoid=avoid)
         while True:
             with self._changed:
@@ -318,7 +320,7 @@ class Nodes:
         raise failed
 
     def _take(self, reply: protocol.MembersReply) -> None:
-        """Take the members: who left goes at once, who joined is looked up at a little later."""
+        """Take the members: they are used at once, and look-ups follow when shards were told."""
         told = {NodeId(one.node): one.address for one in reply.members}
         if not told:
             raise UsageError("the server is of no ring: connect to its run directory")
@@ -334,15 +336,13 @@ class Nodes:
             gone = [one for name, one in self._nodes.items() if told.get(name) != one.address]
             for one in gone:
                 del self._nodes[one.node]
-                self._joined.pop(one.node, None)
             for one in opened:
-                self._joined[one.node] = now - (0 if len(self._ring) else _SETTLE_S)
                 self._nodes[one.node] = one
             closed = self._closed
-            settled = [name for name, at in self._joined.items() if now - at >= _SETTLE_S]
-            if settled and set(settled) != set(self._ring.nodes):
-                self._ring = Ring(settled)
-                self._load = BoundedLoad(settled)
+            asked = self._settling.take(told, [one.node for one in opened], now)
+            if asked and set(asked) != set(self._ring.nodes):
+                self._ring = Ring(asked)
+                self._load = BoundedLoad(asked)
             if set(self._ring.nodes) == set(told):
                 self._digest = reply.ring
         for one in [*gone, *(opened if closed else [])]:
