@@ -60,9 +60,18 @@ def longest_prefix(
 
 
 def lost_claims(
-    pool: BlockPool, shape: EngineShape, namespace: Namespace, doubts: Sequence[Doubt]
+    pool: BlockPool,
+    shape: EngineShape,
+    namespace: Namespace,
+    doubts: Sequence[Doubt],
+    clock: Clock,
+    patience_s: float,
 ) -> list[Doubt]:
-    """Return the claims whose blocks are not whole in the pool, as far as ``_CHECKS_MAX`` tells."""
+    """Return the claims whose blocks are not whole in the pool, as far as ``_CHECKS_MAX`` tells.
+
+    It ends at the first question that takes longer than patience: a pool says of a silent server that
+    it has nothing.
+    """
     lost: list[Doubt] = []
     checks = 0
     for group in shape.groups:
@@ -73,8 +82,11 @@ def lost_claims(
             while begin < len(mine) and checks < _CHECKS_MAX:
                 end = min(begin + _CHECK_BLOCKS, len(mine))
                 asked = Chain(namespace, names[begin * HASH_BYTES : end * HASH_BYTES])
+                asked_at = clock.now()
                 begin += pool.match(asked).blocks
                 checks += 1
+                if clock.now() - asked_at >= patience_s:
+                    return lost
                 if begin < end:
                     lost.append(mine[begin])
                     begin += 1
@@ -170,7 +182,10 @@ class Lookups:
     def _check(self, namespace: Namespace, doubts: Sequence[Doubt]) -> None:
         lost: list[Doubt] = []
         try:
-            lost = lost_claims(self._pool, self._shape, namespace, doubts)
+            self._pool.stats()  # a server that is lost has nothing, and says so by an error
+            lost = lost_claims(
+                self._pool, self._shape, namespace, doubts, self._clock, self._patience_s
+            )
         except KVPoolError as error:
             logger.debug("claims were not looked at: %s", error)
         except Exception:

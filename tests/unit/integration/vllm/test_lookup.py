@@ -114,8 +114,19 @@ def test_claims_that_were_lost_are_found(pool: Pool) -> None:
     store(pool, FULL, [0, 1, 2, 5, 6, 9])
     store(pool, WINDOW, [8, 9])
     doubts = [Doubt(0, name, 7) for name in hashes(10)] + [Doubt(1, name, 7) for name in hashes(10)]
-    lost = lost_claims(pool, shape(FULL, WINDOW), NAMESPACE, doubts)
+    clock = ManualClock()
+    lost = lost_claims(pool, shape(FULL, WINDOW), NAMESPACE, doubts, clock, 1.0)
     assert lost == [doubts[index] for index in (3, 4, 7, 8, *range(10, 18))]
+    # A pool that answers late may have had no answer: nothing is said of what it did not find.
+    match, late = pool.match, [3]
+
+    def matched(chain: Chain) -> Match:
+        late[0] -= 1
+        clock.advance(0 if late[0] else 2)
+        return match(chain)
+
+    pool.match = matched  # type: ignore[method-assign]
+    assert lost_claims(pool, shape(FULL, WINDOW), NAMESPACE, doubts, clock, 1.0) == lost[:2]
 
 
 def test_a_check_never_holds_up_a_lookup(pool: Pool) -> None:
