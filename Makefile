@@ -62,7 +62,7 @@ test-ucxx: env  ## The ucxx transport alone, in the environment that has ucxx
 	$(VENV)/ucxx/bin/python -m pytest tests/conformance/ucxx_suite.py tests/faults/ucxx_faults.py $(ARGS)
 
 soak: env build/etcd/etcd  ## The tests with many more examples and faults, for a night
-	$(BIN)/python -m pytest --soak --timeout=7200 $(ARGS)
+	$(BIN)/python -m pytest --soak --timeout=7200 -o faulthandler_timeout=7200 $(ARGS)
 
 # vLLM wants other versions than kvpool is developed with, so it has an environment of its own.
 VLLM ?= .venv-vllm
