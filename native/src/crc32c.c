@@ -199,7 +199,7 @@ AVX2 static uint32_t stream_avx2(uint32_t crc, uint8_t *dst, const uint8_t *src,
  * added. Where the CPU multiplies four words at once, this keeps up with the memory, reads each byte
  * once, and in order. */
 enum { FOLD_VECTORS = 8, VECTOR_BYTES = 32, FOLD_BYTES = FOLD_VECTORS * VECTOR_BYTES };
-enum { FOLD_AHEAD_BYTES = 2048 };
+enum { FOLD_AHEAD_BYTES = 2048, PAGE_BYTES = 4096 };
 
 /* folds[n] are, for 16 << n bytes, x^(8 * bytes + 63) and x^(8 * bytes - 1), each in the upper half
  * of a word: the product of two reflected words loses one x. */
@@ -266,6 +266,11 @@ FOLD static uint32_t stream_folding(uint32_t crc, uint8_t *dst, const uint8_t *s
                 wanted < size ? (uintptr_t)src + wanted : (uintptr_t)next + (wanted - size);
             for (size_t i = 0; i < FOLD_BYTES; i += LINE_BYTES)
                 _mm_prefetch((const char *)(ahead + i), _MM_HINT_T0);
+            /* Streamed stores wait for their page's translation, and the folding leaves the CPU too
+             * little room to run ahead of them: one line of the next page brings it in time. */
+            const uintptr_t to = (uintptr_t)dst + at;
+            if (to % PAGE_BYTES < FOLD_BYTES)
+                _mm_prefetch((const char *)(to + PAGE_BYTES), _MM_HINT_T0);
 #pragma GCC unroll 8
             for (size_t i = 0; i < FOLD_VECTORS; i++)
                 sums[i] = fold(sums[i], by,

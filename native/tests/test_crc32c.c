@@ -49,6 +49,46 @@ static void test_sizes(void)
     }
 }
 
+/* The definition, bit by bit: nothing of crc32c.c is in it. */
+static uint32_t by_definition(uint32_t crc, const uint8_t *bytes, size_t size)
+{
+    crc = ~crc;
+    for (size_t i = 0; i < size; i++) {
+        crc ^= bytes[i];
+        for (int bit = 0; bit < 8; bit++)
+            crc = (crc >> 1) ^ ((crc & 1) != 0 ? UINT32_C(0x82f63b78) : 0);
+    }
+    return ~crc;
+}
+
+/* Every length up to two folds and a line, and past a page; every alignment of either side. */
+static void test_definition(void)
+{
+    enum { ROOM = 12288, SHORT = 600 };
+    static uint8_t src[ROOM + 64], dst[ROOM + 64];
+    fill_random(src, sizeof src);
+    for (size_t size = 0; size < SHORT + 64; size++) {
+        const size_t length = size < SHORT ? size : 4096 + 127 * (size - SHORT);
+        const size_t from = size * 7 % 64, to = size * 24 % 64; /* `to`: whole words */
+        const uint32_t right = by_definition((uint32_t)size, src + from, length);
+        CHECK(kvp_crc32c((uint32_t)size, src + from, length) == right);
+        CHECK(kvp_crc32c_copy((uint32_t)size, dst + to, src + from, length) == right);
+        memset(dst, 0, sizeof dst);
+        CHECK(kvp_crc32c_stream((uint32_t)size, dst + to, src + from, length, NULL) == right);
+        kvp_crc32c_stream_end();
+        CHECK(!memcmp(dst + to, src + from, length) && dst[to + length] == 0);
+    }
+    for (size_t from = 0; from < 64; from++) {
+        const uint32_t right = by_definition(9, src + from, 777);
+        for (size_t to = 0; to < 64; to++) {
+            CHECK(kvp_crc32c_stream(9, dst + to, src + from, 777, src) == right);
+            CHECK(kvp_crc32c_copy(9, dst + to, src + from, 777) == right);
+            kvp_crc32c_stream_end();
+            CHECK(!memcmp(dst + to, src + from, 777));
+        }
+    }
+}
+
 /* Joining is associative at sizes that no buffer has. */
 static void test_combine_huge(void)
 {
@@ -68,14 +108,19 @@ int main(void)
 {
     test_vectors();
     test_sizes();
+    test_definition();
 #if defined(__x86_64__)
     if (__builtin_cpu_supports("avx2")) { /* what this CPU would not choose, too */
         stream = stream_avx2;
         test_sizes();
+        test_definition();
     }
 #endif
     stream = NULL;
+    update = update_portable;
+    test_vectors();
     test_sizes();
+    test_definition();
     test_combine_huge();
     return 0;
 }
