@@ -9,6 +9,7 @@ operation drives it through a ``CompletionSource``. Who calls it: transfer, pool
 import asyncio
 import contextlib
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -35,6 +36,8 @@ class Completion(Generic[T]):
         self._layers_ready = 0
         self._cancel_requested = False
         self._callbacks: list[Callable[[], object]] = []
+        self._runner: Callable[[], object] | None = None
+        self._limit_s = math.inf
 
     def done(self) -> bool:
         """Say whether it has ended, well or not. Never blocks."""
@@ -63,9 +66,15 @@ class Completion(Generic[T]):
     def wait(self, timeout_s: float) -> T:
         """Wait for the end and return the result, or raise the operation's error.
 
+        An operation that nobody has begun may run in this thread, if its own deadline comes first;
+        callbacks are then called here, too.
+
         Raises:
             TransferTimeoutError: ``timeout_s`` passed. The operation goes on and keeps its buffers.
         """
+        runner = self._runner
+        if runner is not None and timeout_s >= self._limit_s and not self._callbacks:
+            runner()
         with self._condition:
             if not self._condition.wait_for(lambda: self._done, timeout_s):
                 raise TransferTimeoutError(f"not complete within {timeout_s} s")
@@ -129,6 +138,18 @@ class CompletionSource(Generic[T]):
         """Whether the reader has asked for an early end."""
         return self.completion._cancel_requested
 
+    def bound(self, limit_s: float) -> None:
+        """Say that the operation ends itself within ``limit_s``: not known before."""
+        self.completion._limit_s = limit_s
+
+    def offer(self, runner: Callable[[], object]) -> None:
+        """Have a waiter whose patience is no shorter than ``bound`` call ``runner`` in its thread.
+
+        Called any number of times, from any thread, until the end. It runs the operation if nobody
+        else does, and returns at once if it may not.
+        """
+        self.completion._runner = runner
+
     def advance(self, layers_ready: int) -> None:
         """Say that the leading ``layers_ready`` layers have arrived. Never goes back."""
         target = self.completion
@@ -155,6 +176,7 @@ class CompletionSource(Generic[T]):
             if target._done:
                 return False
             target._result, target._error, target._done = result, error, True
+            target._runner = None
             callbacks, target._callbacks = target._callbacks, []
             target._condition.notify_all()
         for callback in callbacks:

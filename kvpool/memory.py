@@ -144,13 +144,25 @@ class BlockView:
 
     def take(self, begin: int, end: int) -> "BlockView":
         """Return the view of blocks ``begin`` to ``end`` (exclusive) of this one."""
+        if begin == 0 and end == len(self.block_ids):
+            return self
         return self.with_ids(self.block_ids[begin:end])
 
     def with_ids(self, block_ids: "BlockIds | list[int]") -> "BlockView":
         """Return the same memory with other block ids."""
-        values = {name: getattr(self, name) for name in self.__slots__}
-        values["block_ids"] = np.ascontiguousarray(block_ids, dtype=np.uint64)
-        return BlockView(**values)
+        return BlockView(
+            layout=self.layout,
+            base=self.base,
+            block_stride=self.block_stride,
+            layer_stride=self.layer_stride,
+            head_stride=self.head_stride,
+            kv_stride=self.kv_stride,
+            k_token_stride=self.k_token_stride,
+            v_token_stride=self.v_token_stride,
+            block_ids=np.ascontiguousarray(block_ids, dtype=np.uint64),
+            owner=self.owner,
+            writable=self.writable,
+        )
 
     def native(self) -> "CData":
         """Return the ``kvp_view`` that describes this to the C core."""

@@ -57,15 +57,17 @@ class Reservation:
         self._ended = self._settled = False
         self._refused = ""
         self._slots: Sequence[Slot] = []
+        self._held: Sequence[Slot] = []
         # Only what is there is pinned, so that a store of new blocks is no miss.
-        self._held = tier.pin(hashes[: tier.match(hashes) * HASH_BYTES])
+        if here := tier.match(hashes):
+            self._held = tier.pin(hashes[: here * HASH_BYTES])
         self.begin = len(self._held)
         self._keys = hashes[self.begin * HASH_BYTES :]
         self._parent = parent
         if self.begin:
             self._parent = BlockHash(hashes[(self.begin - 1) * HASH_BYTES :][:HASH_BYTES])
         try:
-            if tokens is not None:
+            if tokens is not None and self.begin:
                 same = tier.same_tokens(self._held, tokens[: self.begin])
                 if same < self.begin:  # two prompts, one name: nothing behind it can be stored
                     self.begin = count = same
@@ -140,5 +142,7 @@ class Reservation:
     def _give_up(self) -> None:
         """Abort what is not committed and let go of what was there. Under the lock, once."""
         self._ended = True
-        self._tier.abort_run(self._slots)
-        self._tier.unpin(self._held)
+        if self._slots:
+            self._tier.abort_run(self._slots)
+        if self._held:
+            self._tier.unpin(self._held)

@@ -332,10 +332,11 @@ class SlotTier(Tier):
             with self._lock:
                 self._require_open()
                 while True:
-                    runs.append(self._ledger.reserve(count, granted=granted))
-                    self._has_tokens[runs[-1].indices] = False
-                    self._used(runs[-1])
-                    count -= len(runs[-1])
+                    if run := self._ledger.reserve(count, granted=granted):
+                        self._has_tokens[run.indices] = False
+                        self._used(run)
+                        runs.append(run)
+                    count -= len(run)
                     if not count:
                         return _joined(runs)
                     if self._make_room():
@@ -427,6 +428,8 @@ def _cut(keys: bytes) -> list[BlockHash]:
 def _joined(runs: list[Slots]) -> Slots:
     if len(runs) == 1:
         return runs[0]
+    if not runs:
+        return Slots.of([])
     return Slots(
         np.concatenate([run.indices for run in runs]),
         np.concatenate([run.generations for run in runs]),

@@ -72,6 +72,8 @@ class Incoming:
 
     def only(self, rows: NDArray[np.bool_]) -> "Incoming":
         """Return the blocks that are marked."""
+        if rows.all():
+            return self
         source = self.source.with_ids(self.source.block_ids[rows])
         crcs = None if self.crcs is None else self.crcs[rows]
         tokens = None if self.tokens is None else self.tokens.only(rows)
@@ -285,4 +287,6 @@ class SsdWriter:
 
 
 def _take(slots: Slots, rows: NDArray[np.bool_]) -> Slots:
+    if rows.all():
+        return slots
     return Slots(slots.indices[rows], slots.generations[rows])

@@ -1,5 +1,8 @@
+import os
 import threading
+import warnings
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -22,6 +25,19 @@ def operations() -> Iterator[Operations]:
     operations = Operations(threads=1, operations_max=2)
     yield operations
     operations.close(WAIT_S)
+
+
+@contextmanager
+def held_back() -> Iterator[Operations]:
+    """Operations whose one thread is busy until the end of the ``with``."""
+    operations = Operations(threads=1, operations_max=4)
+    end = threading.Event()
+    operations._threads.submit(end.wait, WAIT_S)
+    try:
+        yield operations
+    finally:
+        end.set()
+        operations.close(WAIT_S)
 
 
 def test_a_result_ends_the_completion(operations: Operations) -> None:
@@ -135,3 +151,71 @@ def test_an_operation_entered_before_close_still_ends(operations: Operations) ->
 
     with pytest.raises(ClosedError):
         operations.run(source, work).wait(0)
+
+
+def test_an_operation_that_is_alone_runs_in_the_thread_that_waits() -> None:
+    with held_back() as operations:
+        source: CompletionSource[str] = CompletionSource()
+        operations.enter()
+        operations.look(source, WAIT_S)
+        done = operations.run(source, lambda: threading.current_thread().name)
+        assert done.wait(WAIT_S) == threading.current_thread().name
+
+
+def test_a_waiter_with_less_time_than_the_operation_leaves_it_to_a_thread() -> None:
+    with held_back() as operations:
+        source: CompletionSource[str] = CompletionSource()
+        operations.enter()
+        operations.look(source, WAIT_S)
+        done = operations.run(source, lambda: threading.current_thread().name)
+        with pytest.raises(TransferTimeoutError):
+            done.wait(0.0)
+    assert done.wait(WAIT_S).startswith("kvpool-copy")
+
+
+def test_of_several_operations_none_runs_in_the_thread_that_waits() -> None:
+    with held_back() as operations:
+        names: list[str] = []
+        for _ in range(2):
+            source: CompletionSource[None] = CompletionSource()
+            operations.enter()
+            operations.look(source, 0.0)
+            done = operations.run(source, lambda: names.append(threading.current_thread().name))
+        with pytest.raises(TransferTimeoutError):
+            done.wait(0.0)
+    done.wait(WAIT_S)
+    assert all(name.startswith("kvpool-copy") for name in names)
+
+
+def test_a_waiter_that_is_interrupted_ends_the_operation_that_it_ran() -> None:
+    def work() -> int:
+        raise KeyboardInterrupt
+
+    with held_back() as operations:
+        source: CompletionSource[int] = CompletionSource()
+        operations.enter()
+        operations.look(source, WAIT_S)
+        done = operations.run(source, work)
+        with pytest.raises(KeyboardInterrupt):
+            done.wait(WAIT_S)
+        with pytest.raises(CancelledTransferError, match="interrupted"):
+            done.wait(WAIT_S)
+
+
+def test_a_forked_child_runs_nothing_of_its_parents() -> None:
+    with held_back() as operations:
+        source: CompletionSource[int] = CompletionSource()
+        operations.enter()
+        operations.look(source, 0.0)
+        done = operations.run(source, lambda: 1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads, from 3.12 on
+            child = os.fork()
+        if child == 0:
+            try:
+                done.wait(0.0)
+            except TransferTimeoutError:
+                os._exit(0)
+            os._exit(1)
+        assert os.waitpid(child, 0)[1] == 0
+    assert done.wait(WAIT_S) == 1
