@@ -1,6 +1,6 @@
 """The part of an endpoint between hosts that both bindings of UCX share: what the peer has told.
 
-Owns the peer's regions, the notifications that wait here, and the window of those under way. How a
+Owns the peer's regions, reads of them, the notifications that wait here, and the window of those under way. How a
 message travels is its subclass's. Who calls it: the endpoints of ``ucx`` and ``ucxpy``, on whose
 progress thread everything here runs that is not an operation of a caller.
 """
@@ -9,11 +9,14 @@ import logging
 import threading
 from abc import abstractmethod
 from collections import deque
-from typing import Final
+from collections.abc import Callable, Sequence
+from typing import Final, Generic, TypeVar
 
-from kvpool.block import Incarnation
+from kvpool.block import BlockLayout, Incarnation
+from kvpool.completion import Completion
 from kvpool.errors import ClosedError, CorruptionError, PeerUnreachableError, UsageError
-from kvpool.transfer.base import RegionDescriptor
+from kvpool.memory import BlockView, Crcs, Span
+from kvpool.transfer.base import RegionDescriptor, RemoteSlots
 from kvpool.transfer.bounds import is_index
 from kvpool.transfer.endpoint import LinkedEndpoint
 from kvpool.transfer.registered import Registered
@@ -28,16 +31,36 @@ NOTIFICATIONS_MAX: Final = 1024
 # A peer that is told of the end takes the last words and ends it; after this long we do.
 BYE_TIMEOUT_S: Final = 0.5
 
+Job = TypeVar("Job")
+SpanJobs = Callable[[Sequence[tuple[Span, RemoteSlots, int]], Sequence[PeerRegion]], Job]
+BlockJobs = Callable[
+    [PeerRegion, BlockView, RemoteSlots, BlockLayout, int | None, Crcs | None], Job
+]
 
-class RemoteEndpoint(LinkedEndpoint):
+
+class RemoteEndpoint(LinkedEndpoint, Generic[Job]):
     """See ``Endpoint``.
+
+    Args:
+        peer: Incarnation of the other side.
+        ours: What the transport has registered.
+        span_job, block_job: Describe a read for ``_submit``. They raise as
+            ``Endpoint.read_spans`` and ``read_blocks``.
 
     ``_send_lock`` guards the counts of notifications that are under way, and the order of what is
     sent. It is taken after ``_changed`` and before those of what carries the bytes.
     """
 
-    def __init__(self, peer: Incarnation, ours: Registered) -> None:
+    def __init__(
+        self,
+        peer: Incarnation,
+        ours: Registered,
+        span_job: SpanJobs[Job],
+        block_job: BlockJobs[Job],
+    ) -> None:
         super().__init__(peer, ours)
+        self._span_job = span_job
+        self._block_job = block_job
         self._peer_regions: list[PeerRegion] = []
         self._drained = threading.Event()
         self._send_lock = threading.Lock()
@@ -46,6 +69,32 @@ class RemoteEndpoint(LinkedEndpoint):
         # The progress thread alone: notifications that wait for the callback, and those handed on.
         self._notes: deque[bytes] = deque()
         self._taken = 0
+
+    def read_spans(
+        self, pairs: Sequence[tuple[Span, RemoteSlots, int]], deadline_s: float
+    ) -> Completion[int]:
+        """Have flat bytes brought here; see ``Endpoint``. Raises CapacityError: too many reads."""
+        regions = [self._region(slots.region) for _, slots, _ in pairs]
+        return self._submit(self._span_job(pairs, regions), deadline_s)
+
+    def read_blocks(
+        self,
+        dest: BlockView,
+        source: RemoteSlots,
+        *,
+        source_layout: BlockLayout,
+        dest_layer: int | None,
+        deadline_s: float,
+        crcs: Crcs | None = None,
+    ) -> Completion[int]:
+        """Have blocks brought here; see ``Endpoint``. Raises CapacityError: too many reads."""
+        region = self._region(source.region)
+        job = self._block_job(region, dest, source, source_layout, dest_layer, crcs)
+        return self._submit(job, deadline_s)
+
+    @abstractmethod
+    def _submit(self, job: Job, deadline_s: float) -> Completion[int]:
+        """Start a read. Raises CapacityError: too many are under way."""
 
     @abstractmethod
     def _say(self, message: Offer | Taken | Bye | WriteMessage) -> None:

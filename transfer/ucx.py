@@ -33,6 +33,7 @@ from kvpool.transfer.ucx_connection import UcxConnection
 from kvpool.transfer.ucx_endpoint import UcxEndpoint
 from kvpool.transfer.ucx_engine import UcxEngine
 from kvpool.transfer.ucx_library import require_trusted
+from kvpool.transfer.ucx_native import ReadMode
 from kvpool.transfer.ucx_wire import ASKS_MAX, PUT_TIMEOUT_S, Offer
 
 logger = logging.getLogger(__name__)
@@ -97,6 +98,7 @@ class UcxTrace:
         lanes: Transport and device of each lane of the open connections.
         puts, put_bytes: How many, all connections since the start.
         coalesced: Spans that went in one put with the span before them.
+        gets, get_bytes: How many bytes were fetched here, and in how many gets.
     """
 
     put: str
@@ -104,6 +106,8 @@ class UcxTrace:
     puts: int
     put_bytes: int
     coalesced: int
+    gets: int
+    get_bytes: int
 
     def zero_copy(self) -> bool | None:
         """Say whether bulk is put without a copy in between; None: nothing was put yet."""
@@ -124,7 +128,7 @@ class UcxTransport(Transport):
             an eighth of it. Memory is taken when it is used.
         endpoint_max: Connections, those that are just ending included. More are refused.
         copy_threads: Threads that copy what is read out of the inbox, the progress thread included.
-        heartbeat_interval_s, heartbeat_timeout_s, library: As for ``UcxEngine``.
+        heartbeat_interval_s, heartbeat_timeout_s, library, tls, read_mode: As for ``UcxEngine``.
 
     Raises:
         ConfigError: As ``UcxEngine``, or no memory for the inbox.
@@ -145,6 +149,8 @@ class UcxTransport(Transport):
         heartbeat_interval_s: float = 1.0,
         heartbeat_timeout_s: float = HEARTBEAT_TIMEOUT_S,
         library: str | None = None,
+        tls: str = "tcp",
+        read_mode: ReadMode = "auto",
     ) -> None:
         self.incarnation = new_incarnation()
         self.host = host
@@ -180,6 +186,8 @@ class UcxTransport(Transport):
             heartbeat_interval_s=heartbeat_interval_s,
             heartbeat_timeout_s=heartbeat_timeout_s,
             library=library,
+            tls=tls,
+            read_mode=read_mode,
             name=name,
         )
         self._warned = False  # the engine's thread, and close after it has none to run
@@ -293,6 +301,8 @@ class UcxTransport(Transport):
             puts=counts["puts"],
             put_bytes=counts["put_bytes"],
             coalesced=counts["coalesced"],
+            gets=counts["gets"],
+            get_bytes=counts["get_bytes"],
         )
 
     @property
@@ -337,7 +347,7 @@ class UcxTransport(Transport):
 
     def _tell_trace(self) -> None:
         trace = self.trace()
-        if trace.puts:
+        if trace.puts or trace.gets:
             logger.info("UCX carried %s", trace)
         self._warn_of_copies(trace.put)
 

@@ -18,6 +18,7 @@ from kvpool._native import ffi, lib
 from kvpool.block import Incarnation
 from kvpool.completion import Completion
 from kvpool.errors import (
+    CancelledTransferError,
     CapacityError,
     ClosedError,
     InternalError,
@@ -58,6 +59,7 @@ def error_of(status: int, code: int, what: str) -> KVPoolError:
         lib.KVP_PEER: PeerUnreachableError,
         lib.KVP_INVALID: PeerUnreachableError,
         lib.KVP_FULL: CapacityError,
+        lib.KVP_CANCELLED: CancelledTransferError,
     }
     why = {
         lib.KVP_TIMEOUT: "nothing came before the deadline",
@@ -66,6 +68,7 @@ def error_of(status: int, code: int, what: str) -> KVPoolError:
         lib.KVP_PEER: "the peer is gone or not reachable",
         lib.KVP_INVALID: "the peer speaks another protocol or an incompatible version of UCX",
         lib.KVP_FULL: "too much is in flight",
+        lib.KVP_CANCELLED: "cancelled by the caller",
     }
     error = kinds.get(status, InternalError)(f"{what}: {why.get(status, f'status {status}')}")
     if code != 0:
@@ -136,7 +139,9 @@ class UcxConnection:
 
         Returns:
             A completion of the bytes written. PeerUnreachableError, TransferTimeoutError or
-            ClosedError end it otherwise; the peer's inbox then holds any part of the batch.
+            ClosedError end it otherwise; the peer's inbox then holds any part of the batch. A cancel
+            ends it with CancelledTransferError, and no note, if something was not on its way yet:
+            at once if nothing was, else when what was has arrived.
 
         Raises:
             UsageError: A span is empty or passes the end of the peer's inbox, two overlap there,

@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from kvpool.block import BlockLayout
 from kvpool.completion import Completion, Deadline
 from kvpool.errors import (
     CapacityError,
@@ -20,15 +19,13 @@ from kvpool.errors import (
     PeerUnreachableError,
     TransferTimeoutError,
 )
-from kvpool.memory import BlockView, Crcs, Span
-from kvpool.transfer.base import RemoteSlots
 from kvpool.transfer.calls import weakly
 from kvpool.transfer.endpoint import CLOSE_TIMEOUT_S, require_notification
 from kvpool.transfer.registered import Registered
 from kvpool.transfer.remote_endpoint import BYE_TIMEOUT_S, RemoteEndpoint
 from kvpool.transfer.ucx_connection import UcxConnection
 from kvpool.transfer.ucx_engine import UcxEngine
-from kvpool.transfer.ucx_reads import Reads, block_job, span_job
+from kvpool.transfer.ucx_reads import Job, Reads, block_job, span_job
 from kvpool.transfer.ucx_wire import (
     PROTOCOL_VERSION,
     PUT_TIMEOUT_S,
@@ -51,7 +48,7 @@ BACKLOG_MAX: Final = 4096
 _RETRY_S: Final = 0.001
 
 
-class UcxEndpoint(RemoteEndpoint):
+class UcxEndpoint(RemoteEndpoint[Job]):
     """See ``Endpoint``. Made on the engine's thread when a connection opens.
 
     Args:
@@ -71,7 +68,7 @@ class UcxEndpoint(RemoteEndpoint):
         on_welcome: Callable[["UcxEndpoint"], None],
         on_drained: Callable[["UcxEndpoint"], None],
     ) -> None:
-        super().__init__(connection.peer, ours)
+        super().__init__(connection.peer, ours, span_job, block_job)
         assert connection.inbox is not None
         self.connection = connection
         self._engine = engine
@@ -112,28 +109,6 @@ class UcxEndpoint(RemoteEndpoint):
                 self._require_alive()
 
     # ---- the contract ----------------------------------------------------------------------------
-
-    def read_spans(
-        self, pairs: Sequence[tuple[Span, RemoteSlots, int]], deadline_s: float
-    ) -> Completion[int]:
-        """Have flat bytes put here; see ``Endpoint``. Raises CapacityError: too many reads."""
-        regions = [self._region(slots.region) for _, slots, _ in pairs]
-        return self._reads.submit(span_job(pairs, regions), deadline_s)
-
-    def read_blocks(
-        self,
-        dest: BlockView,
-        source: RemoteSlots,
-        *,
-        source_layout: BlockLayout,
-        dest_layer: int | None,
-        deadline_s: float,
-        crcs: Crcs | None = None,
-    ) -> Completion[int]:
-        """Have blocks put here; see ``Endpoint``. Raises CapacityError: too many reads."""
-        region = self._region(source.region)
-        job = block_job(region, dest, source, source_layout, dest_layer, crcs)
-        return self._reads.submit(job, deadline_s)
 
     def notify(self, payload: bytes) -> bool:
         """Send a notification behind what was sent before."""
@@ -247,6 +222,9 @@ class UcxEndpoint(RemoteEndpoint):
             self._break(f"no welcome within {WELCOME_TIMEOUT_S} s")
 
     # ---- the end ---------------------------------------------------------------------------------
+
+    def _submit(self, job: Job, deadline_s: float) -> Completion[int]:
+        return self._reads.submit(job, deadline_s)
 
     def _end_reads(self, error: KVPoolError) -> None:
         self._reads.end(error)

@@ -23,7 +23,7 @@ from kvpool.transfer.calls import Call, Calls
 from kvpool.transfer.forked import close_in_children
 from kvpool.transfer.ucx_connection import UcxConnection, UcxStatus, error_of
 from kvpool.transfer.ucx_library import choose_library, require_trusted
-from kvpool.transfer.ucx_native import EngineLimits, NativeEngine, nanoseconds
+from kvpool.transfer.ucx_native import EngineLimits, NativeEngine, ReadMode, nanoseconds
 
 if TYPE_CHECKING:
     from kvpool._native import CData, UcxEvent
@@ -56,6 +56,11 @@ class UcxEngine(NativeEngine):
         trusted_network: Whether everybody who can reach ``host`` may write to this process's
             memory. Needed for anything but loopback.
         incarnation: Name of this run of the process; a fresh one by default.
+        tls: Transports that libucp may use, as UCX_TLS has them.
+        read_mode: How reads go: "put" by the owner, "get" by the reader, or "auto": as gets over lanes
+            whose hardware or kernel reads another process's memory by itself, else as puts. "get"
+            over any other lane is for tests, on both sides: a connection that fails in the middle of
+            a get that libucp emulates ends the owner's process.
         endpoint_max: Connections, those that drain included. More are refused.
         batch_max: Batches in flight.
         read_max: Reads in flight, all connections; each needs an inbox to come into.
@@ -80,6 +85,8 @@ class UcxEngine(NativeEngine):
         host: str = "127.0.0.1",
         trusted_network: bool = False,
         incarnation: Incarnation | None = None,
+        tls: str = "tcp",
+        read_mode: ReadMode = "auto",
         endpoint_max: int = 16,
         batch_max: int = 256,
         read_max: int = 256,
@@ -97,6 +104,8 @@ class UcxEngine(NativeEngine):
         self.port = 0
         require_trusted(host, trusted_network)
         limits = EngineLimits(
+            tls=tls,
+            read_mode=read_mode,
             endpoint_max=endpoint_max,
             batch_max=batch_max,
             read_max=read_max,

@@ -8,7 +8,7 @@ that is ``ucx_engine``, which builds upon this. Who calls it: the same.
 import mmap
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from kvpool.errors import CapacityError, ClosedError, ConfigError, KVPoolError, 
 from kvpool.memory import Span
 from kvpool.transfer.ucx_connection import UcxConnection, error_of
 from kvpool.transfer.ucx_reads import Ended
+from kvpool.transfer.writes import Cancellable
 
 if TYPE_CHECKING:
     from kvpool._native import CData, UcxEvent
@@ -37,8 +38,14 @@ COUNTERS: Final = (
     "puts",
     "put_bytes",
     "coalesced",
+    "gets",
+    "get_bytes",
+    "registrations",
     "strangers_reset",
 )
+# How reads go: as puts of the slots' owner, as gets of the reader, or by the lanes there are.
+ReadMode = Literal["auto", "put", "get"]
+_READ_MODES: Final = {"auto": 0, "put": 1, "get": 2}  # kvp_ucx_read_mode
 # How often strangers at the listener are looked for: longer than a busy machine starves a thread.
 LOOK_S: Final = 5.0
 
@@ -47,6 +54,8 @@ LOOK_S: Final = 5.0
 class EngineLimits:
     """Numbers of one engine; ``UcxEngine`` says what each means."""
 
+    tls: str
+    read_mode: ReadMode
     endpoint_max: int
     batch_max: int
     read_max: int
@@ -100,13 +109,15 @@ class NativeEngine:
     def _open(
         self, library: str, host: str, incarnation: Incarnation, limits: EngineLimits
     ) -> "CData":
-        texts = [ffi.new("char[]", text.encode()) for text in (library, host)]
+        texts = [ffi.new("char[]", text.encode()) for text in (library, host, limits.tls)]
         name = ffi.new("uint8_t[16]", incarnation)
         config = ffi.new(
             "kvp_ucx_config *",
             {
                 "library": texts[0],
                 "host": texts[1],
+                "tls": texts[2],
+                "read_mode": _READ_MODES[limits.read_mode],
                 "incarnation": name,
                 "inbox": 0 if self._inbox is None else self._inbox.address,
                 "inbox_part": self._part,
@@ -170,6 +181,7 @@ class NativeEngine:
     ) -> Completion[int]:
         """Submit a batch of a connection, for the connection itself: see ``UcxConnection.put``."""
         source: CompletionSource[int] = CompletionSource()
+        source.completion = Cancellable(lambda: self._cancel_put(connection.id, cookie))
         spans = ffi.cast("kvp_ucx_span *", ffi.from_buffer(table))
         with self._lock:
             engine = self._live()
@@ -197,6 +209,11 @@ class NativeEngine:
         if status != lib.KVP_OK:
             raise error_of(status, 0, "put")
         return source.completion
+
+    def _cancel_put(self, connection_id: int, cookie: int) -> None:
+        with self._lock:
+            if self._engine is not None:
+                lib.kvp_ucx_cancel_put(self._engine, connection_id, cookie)
 
     def register(self, arena: Arena) -> int:
         """Let peers read the READY slots of an arena; return its region's number, from 0 up.

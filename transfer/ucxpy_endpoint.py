@@ -21,7 +21,7 @@ from kvpool.errors import (
     PeerUnreachableError,
     UsageError,
 )
-from kvpool.memory import BlockView, Crcs, Span
+from kvpool.memory import BlockView, Span
 from kvpool.transfer.base import RemoteSlots
 from kvpool.transfer.calls import weakly
 from kvpool.transfer.endpoint import CLOSE_TIMEOUT_S, require_notification
@@ -30,7 +30,7 @@ from kvpool.transfer.registered import Registered
 from kvpool.transfer.remote_endpoint import BYE_TIMEOUT_S, RemoteEndpoint
 from kvpool.transfer.ucx_wire import Bye, Offer
 from kvpool.transfer.ucxpy_library import Bytes, RawEndpoint, UcxxWorker
-from kvpool.transfer.ucxpy_reads import BlockJob, SpanJob, UcxxReads, crc32c, new_window
+from kvpool.transfer.ucxpy_reads import BlockJob, Job, SpanJob, UcxxReads, crc32c, new_window
 from kvpool.transfer.ucxpy_wire import (
     ASKS_MAX,
     Answer,
@@ -62,7 +62,7 @@ class Regions(Protocol):
         ...
 
 
-class UcxxEndpoint(RemoteEndpoint):
+class UcxxEndpoint(RemoteEndpoint[Job]):
     """See ``Endpoint``. Made on the loop's thread when both have said hello.
 
     Args:
@@ -90,7 +90,7 @@ class UcxxEndpoint(RemoteEndpoint):
         window_bytes: int,
         ours: Registered,
     ) -> None:
-        super().__init__(peer, ours)
+        super().__init__(peer, ours, SpanJob, BlockJob)
         self._raw: RawEndpoint | None = raw
         self._worker = worker
         self._transport = transport
@@ -114,28 +114,6 @@ class UcxxEndpoint(RemoteEndpoint):
                 self._gone()
 
     # ---- the contract ----------------------------------------------------------------------------
-
-    def read_spans(
-        self, pairs: Sequence[tuple[Span, RemoteSlots, int]], deadline_s: float
-    ) -> Completion[int]:
-        """Have flat bytes sent here; see ``Endpoint``. Raises CapacityError: too many reads."""
-        regions = [self._region(slots.region) for _, slots, _ in pairs]
-        return self._reads.submit(SpanJob(pairs, regions), deadline_s)
-
-    def read_blocks(
-        self,
-        dest: BlockView,
-        source: RemoteSlots,
-        *,
-        source_layout: BlockLayout,
-        dest_layer: int | None,
-        deadline_s: float,
-        crcs: Crcs | None = None,
-    ) -> Completion[int]:
-        """Have blocks sent here; see ``Endpoint``. Raises CapacityError: too many reads."""
-        region = self._region(source.region)
-        job = BlockJob(region, dest, source, source_layout, dest_layer, crcs)
-        return self._reads.submit(job, deadline_s)
 
     def notify(self, payload: bytes) -> bool:
         """Send a notification behind what was sent before."""
@@ -315,6 +293,9 @@ class UcxxEndpoint(RemoteEndpoint):
         return answer_bytes(len(pairs), 0, total)
 
     # ---- the end ---------------------------------------------------------------------------------
+
+    def _submit(self, job: Job, deadline_s: float) -> Completion[int]:
+        return self._reads.submit(job, deadline_s)
 
     def _end_reads(self, error: KVPoolError) -> None:
         self._reads.refuse(error)

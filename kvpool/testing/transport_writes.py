@@ -16,6 +16,7 @@ from kvpool.block import BlockLayout
 from kvpool.completion import Completion
 from kvpool.errors import (
     CancelledTransferError,
+    CapacityError,
     ClosedError,
     KVPoolError,
     LeaseExpiredError,
@@ -266,6 +267,40 @@ class WriteChecks(TransportScene):
         assert pair.at_reader.write_spans(self._marks(desk), WAIT_S).wait(WAIT_S) == SLOTS
         assert (desk.contents()[:, 1:] == 7).all()
         desk.require_settled()
+
+    def test_random_ends_of_random_writes(self, pair: Pair) -> None:
+        """Under cancels and deadlines: what is complete is exact, and nothing beside it is touched."""
+        desk = Desk.open(pair, self.layout, seed=39)
+        random = np.random.default_rng(39)
+        begins = np.arange(0, self.layout.block_bytes, 64)
+        between = (np.arange(self.layout.block_bytes) // 32) % 2 == 1  # never written
+        complete = 0
+        for _ in range(20):
+            writes: list[tuple[int, int, Completion[int]]] = []
+            for at in random.permutation(SLOTS)[:5].tolist():
+                number = int(random.integers(SLOTS))
+                pairs = [
+                    (
+                        desk.span(desk.sources[number], begin, 32),
+                        desk.dest(desk.into[at], begin, 32),
+                    )
+                    for begin in random.permutation(begins).tolist()
+                ]
+                deadline_s = float(random.choice([0.001, WAIT_S]))
+                write = pair.at_reader.write_spans(pairs, deadline_s)
+                if random.random() < 0.3:
+                    write.cancel()
+                writes.append((at, number, write))
+            for at, number, write in writes:
+                try:
+                    assert write.wait(WAIT_S) == self.layout.block_bytes // 2
+                except (CancelledTransferError, TransferTimeoutError, CapacityError):
+                    continue  # the last: a pull of one that timed out is under way yet
+                complete += 1
+                found = desk.content(desk.into[at])
+                np.testing.assert_array_equal(found[~between], desk.blocks[number][~between])
+            assert (desk.contents()[:, between] == POISON).all()
+        assert complete > 0
 
     def test_a_close_ends_writes(self, pair: Pair) -> None:
         writes, desk = self._many_writes(pair)

@@ -8,9 +8,21 @@
 
 typedef struct kvp_ucx kvp_ucx;
 
+/* How reads go: as puts of the slots' owner, or as gets of the reader. By default as gets over lanes
+ * whose hardware or kernel reads another process's memory itself, else as puts. Gets over other lanes
+ * are for tests, and both sides have to ask for them: where libucp emulates a get, a connection that
+ * fails in the middle of one ends the owner's process. */
+typedef enum {
+    KVP_UCX_READ_AUTO = 0,
+    KVP_UCX_READ_PUT = 1,
+    KVP_UCX_READ_GET = 2
+} kvp_ucx_read_mode;
+
 typedef struct {
     const char *library; /* path of libucp.so, or a bare name for the loader to find */
     const char *host;    /* numeric address to bind and to connect from; decides device and family */
+    const char *tls; /* transports that libucp may use, as UCX_TLS has them; null: "tcp" */
+    kvp_ucx_read_mode read_mode;
     const uint8_t *incarnation; /* 16 bytes */
     uintptr_t inbox;            /* page aligned, endpoint_max * inbox_part bytes; 0 for none */
     size_t inbox_part;          /* bytes of one connection's inbox, a multiple of the page size */
@@ -91,8 +103,12 @@ typedef struct {
     uint64_t puts;
     uint64_t put_bytes;
     uint64_t coalesced; /* spans that went in one put with the span before them */
-    /* Connections to the listener whose bytes libucp had left unread for look_ns, and that were
-     * reset for it: what they said was no UCX, and a thread of libucp would spin over it for ever. */
+    uint64_t gets;
+    uint64_t get_bytes;
+    uint64_t registrations; /* pieces of memory that were registered with libucp since the start */
+    /* Connections to the listener that were reset, because they had become no endpoint within look_ns,
+     * or because libucp had left their bytes unread for as long: a thread of it would spin over those
+     * for ever. What they said, if anything, was no UCX. */
     uint64_t strangers_reset;
 } kvp_ucx_counts;
 
@@ -129,6 +145,11 @@ kvp_status kvp_ucx_disconnect(kvp_ucx *engine, uint64_t endpoint);
  * KVP_CLOSED: the endpoint is not open (any more). */
 kvp_status kvp_ucx_put(kvp_ucx *engine, uint64_t endpoint, const kvp_ucx_span *spans, size_t count,
                        const uint8_t *note, size_t note_size, uint64_t timeout_ns, uint64_t cookie);
+
+/* End a batch soon. What has not been posted of it never is: if that is all, it ends at once, else when
+ * what was posted has been flushed; in either case its note is not sent, and BATCH says KVP_CANCELLED.
+ * One that is all posted goes on. Harmless if it has ended. Never blocks. */
+void kvp_ucx_cancel_put(kvp_ucx *engine, uint64_t endpoint, uint64_t cookie);
 
 /* Let peers read the READY slots of an arena from now on; regions count from 0. The arena outlives the
  * engine. KVP_FULL: 64 are registered. KVP_INVALID: a count is 0. */

@@ -39,6 +39,7 @@ enum { UCX_MAP_ADDRESS = 1 << 0, UCX_MAP_LENGTH = 1 << 1, UCX_MAP_PROT = 1 << 3 
 enum {
     UCX_PROT_LOCAL_READ = 1 << 0,
     UCX_PROT_LOCAL_WRITE = 1 << 1,
+    UCX_PROT_REMOTE_READ = 1 << 8,
     UCX_PROT_REMOTE_WRITE = 1 << 9
 };
 enum { UCX_AM_HANDLER_ID = 1 << 0, UCX_AM_HANDLER_CB = 1 << 2, UCX_AM_HANDLER_ARG = 1 << 3 };
@@ -49,7 +50,7 @@ enum {
     UCX_OP_USER_DATA = 1 << 2,
     UCX_OP_FLAGS = 1 << 4
 };
-enum { UCX_EP_ATTR_TRANSPORTS = 1 << 3 };
+enum { UCX_EP_ATTR_REMOTE = 1 << 2, UCX_EP_ATTR_TRANSPORTS = 1 << 3 };
 enum { UCX_REQUEST_INFO = 1 << 0, UCX_REQUEST_INFO_SIZE = 1 << 1 };
 enum { UCX_LOG_FATAL = 0, UCX_LOG_WARN = 2 };
 enum { UCX_LOG_STOP = 0, UCX_LOG_CONTINUE = 1 };

@@ -1,7 +1,8 @@
-/* The owner's side of reads: what a peer asks for is put into its inbox part, then told. Progress
- * thread only, but for kvp_ucx_register.
+/* The owner's side of reads: what a peer asks for is put into its inbox part, then told; or it is held,
+ * and the peer gets it. Progress thread only, but for kvp_ucx_register.
  *
- * While its bytes are on their way a slot is granted: a slot that is released meanwhile stays as it
+ * While its bytes are on their way, or until the peer says that it has them or is gone, a slot is
+ * granted: a slot that is released meanwhile stays as it
  * is until the puts have ended. Each connection has as many answers as asks may be unanswered, so
  * nothing waits and nothing is allocated. Every field of an ask comes from the peer.
  */
@@ -94,6 +95,28 @@ static kvp_answer *free_answer(kvp_endpoint *endpoint)
     return NULL;
 }
 
+/* Let the peer get of a region: register it, if nobody got of it before, and tell where it lies. */
+static bool open_region(kvp_endpoint *endpoint, uint32_t number, kvp_wire_region *out)
+{
+    kvp_ucx *engine = endpoint->engine;
+    kvp_region *region = &engine->regions[number];
+    if (region->whole.rkey == NULL) {
+        /* Read-only to peers, where the network can tell reads from writes. */
+        ucx_status code = kvp_context_register(
+            engine, region->base, region->told.slot_count * region->stride,
+            UCX_PROT_LOCAL_READ | UCX_PROT_LOCAL_WRITE | UCX_PROT_REMOTE_READ, &region->whole);
+        if (code != UCX_OK) {
+            kvp_endpoint_fail(endpoint, KVP_SYSTEM, code);
+            return false;
+        }
+    }
+    if (!endpoint->told[number]) {
+        endpoint->told[number] = true;
+        kvp_message_region(endpoint, number, out);
+    }
+    return true;
+}
+
 void kvp_answer_start(kvp_endpoint *endpoint, const void *header, size_t header_size,
                       const void *data, size_t size)
 {
@@ -114,11 +137,18 @@ void kvp_answer_start(kvp_endpoint *endpoint, const void *header, size_t header_
     }
     memcpy(items, data, size);
     const kvp_region *region = &engine->regions[ask.region];
-    if (!kvp_ask_sound(&ask, items, &region->told, endpoint->peer_inbox_bytes)) {
+    bool holds = ask.head.kind == KVP_WIRE_HOLD;
+    uint64_t room = holds ? UINT64_MAX : endpoint->peer_inbox_bytes;
+    if ((holds && !endpoint->may_get) || !kvp_ask_sound(&ask, items, &region->told, room)) {
         kvp_endpoint_fail(endpoint, KVP_INVALID, UCX_OK);
         return;
     }
+    if (holds && !open_region(endpoint, ask.region, &answer->region_out)) {
+        return;
+    }
     answer->used = true;
+    answer->hold = holds;
+    answer->waiting = false;
     answer->region = region;
     answer->batch = (kvp_batch){
         .endpoint = endpoint,
@@ -129,7 +159,7 @@ void kvp_answer_start(kvp_endpoint *endpoint, const void *header, size_t header_
     };
     hold(answer, &ask, items);
     uint64_t at = ask.at;
-    for (size_t i = 0; i < answer->held; i++) {
+    for (size_t i = 0; !holds && i < answer->held; i++) {
         uint64_t from = region->base + items[i].slot * region->stride + items[i].offset;
         answer->spans[i] = (kvp_ucx_span){from, items[i].size, at};
         at += items[i].size;
@@ -139,11 +169,11 @@ void kvp_answer_start(kvp_endpoint *endpoint, const void *header, size_t header_
     answer->head = (kvp_wire_answer){.number = ask.number};
     answer->head.good = (uint32_t)answer->held;
     answer->head.crc = kvp_answer_crc(&answer->head, answer->crcs, answer->crc_bytes);
-    answer->batch.count = answer->held;
+    answer->batch.count = holds ? 0 : answer->held;
     kvp_batch_queue(&answer->batch);
 }
 
-void kvp_answer_end(kvp_answer *answer)
+static void end_answer(kvp_answer *answer)
 {
     size_t done;
     kvp_arena_change(answer->region->told.arena, KVP_ARENA_SETTLE, answer->slots,
@@ -151,11 +181,56 @@ void kvp_answer_end(kvp_answer *answer)
     answer->used = false;
 }
 
+void kvp_answer_sent(kvp_answer *answer, bool well)
+{
+    if (well && answer->hold && answer->held != 0) {
+        answer->waiting = true;
+        answer->batch.endpoint->waiting_answers++;
+    } else {
+        end_answer(answer);
+    }
+}
+
+void kvp_answer_done(kvp_endpoint *endpoint, uint32_t number)
+{
+    for (size_t i = 0; i < KVP_ASKS_MAX; i++) {
+        kvp_answer *answer = &endpoint->answers[i];
+        if (answer->used && answer->waiting && answer->head.number == number) {
+            endpoint->waiting_answers--;
+            end_answer(answer);
+            return;
+        }
+    }
+    kvp_endpoint_fail(endpoint, KVP_INVALID, UCX_OK);
+}
+
+uint64_t kvp_answers_due(const kvp_endpoint *endpoint)
+{
+    uint64_t due = UINT64_MAX;
+    for (size_t i = 0; endpoint->waiting_answers != 0 && i < KVP_ASKS_MAX; i++) {
+        const kvp_answer *answer = &endpoint->answers[i];
+        if (answer->used && answer->waiting && answer->batch.deadline_ns < due) {
+            due = answer->batch.deadline_ns;
+        }
+    }
+    return due;
+}
+
+void kvp_answers_end_all(kvp_endpoint *endpoint)
+{
+    for (size_t i = 0; i < KVP_ASKS_MAX; i++) {
+        if (endpoint->answers[i].used) {
+            end_answer(&endpoint->answers[i]);
+        }
+    }
+    endpoint->waiting_answers = 0;
+}
+
 void kvp_answers_close(kvp_ucx *engine)
 {
     for (size_t i = 0; i < engine->config.endpoint_max * KVP_ASKS_MAX; i++) {
         if (engine->answers[i].used) {
-            kvp_answer_end(&engine->answers[i]);
+            end_answer(&engine->answers[i]);
         }
     }
 }

@@ -41,14 +41,22 @@ static void find_deadline(kvp_endpoint *endpoint)
     }
 }
 
-/* End the first batch of the list. Its requests must be back from the library. */
-static void end_first(kvp_endpoint *endpoint, kvp_status status, ucx_status code)
+/* End a batch. Its requests must be back from the library. */
+static void end_batch(kvp_batch *batch, kvp_status status, ucx_status code)
 {
+    kvp_endpoint *endpoint = batch->endpoint;
     kvp_ucx *engine = endpoint->engine;
-    kvp_batch *batch = endpoint->first;
-    endpoint->first = batch->next;
-    if (endpoint->first == NULL) {
-        endpoint->last = NULL;
+    kvp_batch *before = NULL;
+    for (kvp_batch *each = endpoint->first; each != batch; each = each->next) {
+        before = each;
+    }
+    if (before == NULL) {
+        endpoint->first = batch->next;
+    } else {
+        before->next = batch->next;
+    }
+    if (endpoint->last == batch) {
+        endpoint->last = before;
     }
     if (endpoint->posting == batch) {
         endpoint->posting = batch->next;
@@ -57,7 +65,7 @@ static void end_first(kvp_endpoint *endpoint, kvp_status status, ucx_status code
         find_deadline(endpoint);
     }
     if (batch->answer != NULL) {
-        kvp_answer_end(batch->answer);
+        kvp_answer_sent(batch->answer, status == KVP_OK);
         return;
     }
     kvp_ucx_event event = {
@@ -68,6 +76,10 @@ static void end_first(kvp_endpoint *endpoint, kvp_status status, ucx_status code
         .cookie = batch->cookie,
     };
     pthread_mutex_lock(&engine->lock);
+    if (batch->stopped && batch->note_size != 0) {
+        endpoint->notes_submitted--; /* it was never sent, so nobody will take it */
+    }
+    batch->submitted = false;
     batch->stage = BATCH_FREE;
     batch->next = engine->free_batches;
     engine->free_batches = batch;
@@ -82,7 +94,7 @@ void kvp_batch_end_all(kvp_endpoint *endpoint, kvp_status status, ucx_status cod
         /* Only what is itself overdue timed out; the others lost their way to the peer. */
         bool late = now >= endpoint->first->deadline_ns;
         kvp_status own = status == KVP_TIMEOUT && !late ? KVP_PEER : status;
-        end_first(endpoint, own, code);
+        end_batch(endpoint->first, own, code);
     }
 }
 
@@ -218,7 +230,7 @@ static void flush(kvp_endpoint *endpoint)
     };
     batch->stage = BATCH_POSTED;
     endpoint->posting = batch->next;
-    if (batch->count == 0) {
+    if (batch->posted == 0 && batch->part == 0) {
         batch->stage = BATCH_FLUSHED; /* a note alone: those before it in the list were flushed */
         return;
     }
@@ -248,22 +260,39 @@ static void notify(kvp_batch *batch)
                                                        data, size, &param));
 }
 
+void kvp_batch_look(kvp_endpoint *endpoint)
+{
+    kvp_batch *next;
+    for (kvp_batch *batch = endpoint->posting; batch != NULL; batch = next) {
+        next = batch->next;
+        if (!atomic_load(&batch->cancelled) || batch->stage != BATCH_QUEUED) {
+            continue;
+        }
+        batch->stopped = true;
+        if (batch->posted == 0 && batch->part == 0) {
+            end_batch(batch, KVP_CANCELLED, UCX_OK);
+        }
+    }
+}
+
 bool kvp_batch_step(kvp_endpoint *endpoint)
 {
     bool moved = false;
     if (endpoint->posting != NULL) {
-        moved = post_slice(endpoint);
-        if (!endpoint->failed && endpoint->posting->posted == endpoint->posting->count) {
+        const kvp_batch *batch = endpoint->posting;
+        moved = !batch->stopped && post_slice(endpoint);
+        if (!endpoint->failed && (batch->stopped || batch->posted == batch->count)) {
             flush(endpoint);
             moved = true;
         }
     }
     while (!endpoint->failed && endpoint->first != NULL && endpoint->first->pending == 0) {
         kvp_batch *batch = endpoint->first;
-        if (batch->stage == BATCH_FLUSHED && (batch->note_size != 0 || batch->answer != NULL)) {
+        bool tells = !batch->stopped && (batch->note_size != 0 || batch->answer != NULL);
+        if (batch->stage == BATCH_FLUSHED && tells) {
             notify(batch);
         } else if (batch->stage == BATCH_FLUSHED || batch->stage == BATCH_NOTIFYING) {
-            end_first(endpoint, KVP_OK, UCX_OK);
+            end_batch(batch, batch->stopped ? KVP_CANCELLED : KVP_OK, UCX_OK);
         } else {
             break;
         }

@@ -16,7 +16,6 @@ static const struct {
     const char *name, *value;
     bool needed; /* a library that does not know the others is used without them */
 } SETTINGS[] = {
-    {"TLS", "tcp", true},
     /* Rendezvous keeps the put protocol from being zero-copy with error handling on. */
     {"RNDV_THRESH", "inf", true},
     {"TCP_CM_REUSEADDR", "y", false},
@@ -107,9 +106,17 @@ static kvp_status configure(kvp_ucx *engine, ucx_config *config)
             return refuse(engine, SETTINGS[i].name, code);
         }
     }
-    ucx_status code = ucp->config_modify(config, "NET_DEVICES", engine->device);
+    ucx_status code = ucp->config_modify(config, "TLS", engine->tls);
     if (code != UCX_OK) {
-        return refuse(engine, "NET_DEVICES", code);
+        return refuse(engine, "TLS", code);
+    }
+    /* TCP's device is that of the address. Others have names of their own, and libucp looks which of
+     * them reach the peer. */
+    if (strcmp(engine->tls, "tcp") == 0) {
+        code = ucp->config_modify(config, "NET_DEVICES", engine->device);
+        if (code != UCX_OK) {
+            return refuse(engine, "NET_DEVICES", code);
+        }
     }
     /* One family a context: with the default order an IPv6 client ends a "::1" listener's process. */
     const char *family = engine->host.ss_family == AF_INET6 ? "inet6" : "inet";
@@ -117,24 +124,55 @@ static kvp_status configure(kvp_ucx *engine, ucx_config *config)
     return code == UCX_OK ? KVP_OK : refuse(engine, "TCP_AF_PRIO", code);
 }
 
-static kvp_status register_inbox(kvp_ucx *engine)
+ucx_status kvp_context_register(kvp_ucx *engine, uintptr_t address, size_t size, unsigned prot,
+                                kvp_registered *out)
 {
     const kvp_ucp *ucp = engine->ucp;
-    for (size_t i = 0; engine->config.inbox != 0 && i < engine->config.endpoint_max; i++) {
-        ucx_map_params params = {
-            .field_mask = UCX_MAP_ADDRESS | UCX_MAP_LENGTH | UCX_MAP_PROT,
-            .address = (void *)(engine->config.inbox + i * engine->config.inbox_part),
-            .length = engine->config.inbox_part,
-            .prot = UCX_PROT_LOCAL_READ | UCX_PROT_LOCAL_WRITE | UCX_PROT_REMOTE_WRITE,
-        };
-        kvp_inbox_part *part = &engine->parts[i];
-        ucx_status code = ucp->mem_map(engine->context, &params, &part->memory);
+    ucx_map_params params = {
+        .field_mask = UCX_MAP_ADDRESS | UCX_MAP_LENGTH | UCX_MAP_PROT,
+        .address = (void *)address,
+        .length = size,
+        .prot = prot,
+    };
+    ucx_status code = UCX_OK;
+    if (out->memory == NULL) {
+        code = ucp->mem_map(engine->context, &params, &out->memory);
         if (code != UCX_OK) {
-            return refuse(engine, "mem_map of the inbox", code);
+            out->memory = NULL;
+            return code;
         }
-        code = ucp->rkey_pack(engine->context, part->memory, &part->rkey, &part->rkey_size);
-        if (code != UCX_OK || part->rkey_size > KVP_RKEY_BYTES_MAX) {
-            return refuse(engine, "rkey_pack of the inbox", code);
+        atomic_fetch_add_explicit(&engine->registrations, 1, memory_order_relaxed);
+    }
+    code = ucp->rkey_pack(engine->context, out->memory, &out->rkey, &out->rkey_size);
+    if (code == UCX_OK && out->rkey_size > KVP_RKEY_BYTES_MAX) {
+        ucp->rkey_buffer_release(out->rkey);
+        code = UCX_ERR_LAST;
+    }
+    if (code != UCX_OK) {
+        out->rkey = NULL;
+    }
+    return code;
+}
+
+static void forget(kvp_ucx *engine, kvp_registered *registered)
+{
+    if (registered->rkey != NULL) {
+        engine->ucp->rkey_buffer_release(registered->rkey);
+    }
+    if (registered->memory != NULL) {
+        engine->ucp->mem_unmap(engine->context, registered->memory);
+    }
+}
+
+static kvp_status register_inbox(kvp_ucx *engine)
+{
+    size_t part = engine->config.inbox_part;
+    for (size_t i = 0; engine->config.inbox != 0 && i < engine->config.endpoint_max; i++) {
+        ucx_status code = kvp_context_register(
+            engine, engine->config.inbox + i * part, part,
+            UCX_PROT_LOCAL_READ | UCX_PROT_LOCAL_WRITE | UCX_PROT_REMOTE_WRITE, &engine->parts[i]);
+        if (code != UCX_OK) {
+            return refuse(engine, "registration of the inbox", code);
         }
     }
     return KVP_OK;
@@ -192,12 +230,10 @@ void kvp_context_close(kvp_ucx *engine)
         ucp->worker_destroy(engine->worker);
     }
     for (size_t i = 0; i < engine->config.endpoint_max; i++) {
-        if (engine->parts[i].rkey != NULL) {
-            ucp->rkey_buffer_release(engine->parts[i].rkey);
-        }
-        if (engine->parts[i].memory != NULL) {
-            ucp->mem_unmap(engine->context, engine->parts[i].memory);
-        }
+        forget(engine, &engine->parts[i]);
+    }
+    for (size_t i = 0; i < atomic_load(&engine->region_count); i++) {
+        forget(engine, &engine->regions[i].whole);
     }
     if (engine->context != NULL) {
         ucp->cleanup(engine->context);

@@ -107,6 +107,8 @@ static void finish(kvp_endpoint *endpoint)
     kvp_ucx *engine = endpoint->engine;
     kvp_batch_end_all(endpoint, endpoint->reason, endpoint->code);
     kvp_reads_end_all(endpoint, endpoint->reason, endpoint->code);
+    kvp_answers_end_all(endpoint);
+    kvp_gets_close(endpoint);
     if (endpoint->rkey != NULL) {
         engine->ucp->rkey_destroy(endpoint->rkey);
     }
@@ -159,6 +161,12 @@ static bool step_open(kvp_endpoint *endpoint)
         kvp_endpoint_fail(endpoint, KVP_TIMEOUT, UCX_OK);
         return true;
     }
+    uint64_t done_due_ns = kvp_answers_due(endpoint);
+    if (engine->now_ns >= done_due_ns) {
+        kvp_endpoint_fail(endpoint, KVP_TIMEOUT, UCX_OK); /* its slots cannot wait for ever */
+        return true;
+    }
+    wake_at(engine, done_due_ns);
     wake_at(engine, endpoint->next_deadline_ns);
     wake_at(engine, endpoint->read_deadline_ns);
     if (engine->now_ns - endpoint->heard_ns >= endpoint->silence_max_ns) {
@@ -170,6 +178,9 @@ static bool step_open(kvp_endpoint *endpoint)
     }
     if (engine->config.heartbeat_interval_ns != 0) {
         wake_at(engine, endpoint->beat_ns + engine->config.heartbeat_interval_ns);
+    }
+    if (endpoint->look) {
+        kvp_batch_look(endpoint);
     }
     bool moved = beat(endpoint);
     moved = kvp_reads_step(endpoint) || moved;

@@ -110,7 +110,9 @@ static bool sound(const kvp_ucx_config *config)
     bool counts = config->endpoint_max >= 1 && config->endpoint_max <= ENDPOINTS_MAX &&
                   config->batch_max >= 1 && config->batch_max <= BATCHES_MAX &&
                   config->read_max <= READS_MAX && config->copy_helpers <= HELPERS_MAX;
-    return inbox && heart && counts && config->look_ns >= 1000000;
+    bool tls = config->tls == NULL || strlen(config->tls) < KVP_TLS_TEXT_MAX;
+    return inbox && heart && counts && tls && config->read_mode <= KVP_UCX_READ_GET &&
+           config->look_ns >= 1000000;
 }
 
 static void free_engine(kvp_ucx *engine)
@@ -145,6 +147,7 @@ static kvp_ucx *make_engine(const kvp_ucx_config *config)
     engine->config = *config;
     engine->config.library = engine->config.host = NULL;
     engine->config.incarnation = NULL;
+    engine->config.tls = NULL;
     memcpy(engine->incarnation, config->incarnation, KVP_INCARNATION_BYTES);
     engine->pid = getpid();
     pthread_mutex_init(&engine->lock, NULL);
@@ -240,6 +243,7 @@ kvp_status kvp_ucx_open(const kvp_ucx_config *config, char *reason, size_t reaso
     engine->host = host;
     engine->host_size = host_size;
     memcpy(engine->device, device, sizeof(device));
+    snprintf(engine->tls, sizeof(engine->tls), "%s", config->tls == NULL ? "tcp" : config->tls);
     kvp_status status = start_thread(engine);
     if (status != KVP_OK) {
         snprintf(reason, reason_size, "%s", engine->start_reason);

@@ -22,7 +22,8 @@ enum {
     KVP_LANES_MAX = 16,
     KVP_REGIONS_MAX = 64,
     KVP_REGION_CRCS = 1 << 16, /* checksums of one slot, at most */
-    KVP_STRANGERS_MAX = 64 /* that are looked at a second time */
+    KVP_TLS_TEXT_MAX = 128,
+    KVP_STRANGERS_MAX = 1024 /* that are looked at a second time; more at once are reset unseen */
 };
 
 typedef enum { BATCH_FREE, BATCH_QUEUED, BATCH_POSTED, BATCH_FLUSHED, BATCH_NOTIFYING } kvp_stage;
@@ -42,6 +43,9 @@ struct kvp_batch {
     size_t pending; /* requests of this batch that libucp still holds */
     uint64_t deadline_ns;
     uint64_t cookie;
+    bool submitted; /* [L] and its event is not pushed: `cookie` names it */
+    atomic_bool cancelled;
+    bool stopped; /* for that: nothing more is posted of it, nor its note */
     kvp_stage stage;
     kvp_answer *answer; /* whose it is; null: a caller's, which gets an event */
     size_t note_size;
@@ -49,20 +53,37 @@ struct kvp_batch {
     uint8_t note[KVP_NOTE_BYTES_MAX];
 };
 
+/* A piece of memory that libucp knows of, and its packed remote key. */
+typedef struct {
+    ucx_memory *memory;
+    void *rkey;
+    size_t rkey_size;
+} kvp_registered;
+
 typedef struct {
     kvp_ucx_region told;
     uintptr_t base;
     size_t stride;
+    kvp_registered whole; /* progress thread: registered when a peer first gets of it, once */
 } kvp_region;
+
+/* A region of the peer's that we get of. */
+typedef struct {
+    ucx_rkey *rkey; /* null: the peer has not told of it */
+    uint64_t base, stride;
+} kvp_remote_region;
 
 /* An ask of a peer that is being answered. */
 struct kvp_answer {
     bool used;
     const kvp_region *region;
+    bool hold;    /* the peer gets the bytes itself, and says when it has */
+    bool waiting; /* for that: the answer has been sent */
     size_t held; /* leading items whose slots are granted */
     size_t crc_bytes;
     kvp_batch batch;
     kvp_wire_answer head;
+    kvp_wire_region region_out;
     kvp_ucx_span spans[KVP_ASK_ITEMS_MAX];
     uint64_t generations[KVP_ASK_ITEMS_MAX];
     uint32_t slots[KVP_ASK_ITEMS_MAX];
@@ -73,13 +94,16 @@ struct kvp_answer {
 typedef struct {
     kvp_endpoint *endpoint;
     kvp_read *read; /* null: that has ended, and the peer still owes the window */
-    enum { ASK_FREE, ASK_SENT, ASK_ANSWERED } stage;
+    enum { ASK_FREE, ASK_SENT, ASK_GETTING, ASK_ANSWERED } stage;
     bool sending; /* libucp still reads it */
     kvp_wire_ask head;
     kvp_wire_item items[KVP_ASK_ITEMS_MAX];
     size_t first, layer, layers; /* blocks: which; spans: `first` alone */
     size_t item_of[KVP_ASK_ITEMS_MAX]; /* spans: of which each is a piece, and where it goes */
     uint64_t local[KVP_ASK_ITEMS_MAX];
+    bool begun;     /* of an answered HOLD: its gets are posted */
+    size_t getting; /* gets that libucp has not completed */
+    kvp_wire_done done;
     size_t good; /* of the answer, with `crcs` */
     uint32_t crcs[KVP_ASK_CRCS_MAX];
 } kvp_ask;
@@ -135,6 +159,11 @@ struct kvp_endpoint {
     ucx_ep *ep;
     ucx_rkey *rkey;
     uint64_t peer_inbox;
+    kvp_remote_region remote[KVP_REGIONS_MAX];
+    bool told[KVP_REGIONS_MAX]; /* the peer knows where these of ours lie */
+    size_t waiting_answers;     /* that the peer has not said DONE to */
+    bool gets, may_get;         /* our reads are gets; the peer's may be */
+    struct sockaddr_storage remote_address; /* of an accepted one; AF_UNSPEC: not known yet */
     uint32_t peer_id; /* what the peer calls this connection */
     uint64_t greeting_deadline_ns;
     uint64_t next_deadline_ns; /* earliest of its batches; UINT64_MAX if none */
@@ -162,16 +191,11 @@ struct kvp_endpoint {
     size_t peer_rkey_size;
 };
 
-typedef struct {
-    ucx_memory *memory;
-    void *rkey;
-    size_t rkey_size;
-} kvp_inbox_part;
-
-/* An accepted connection whose bytes nobody has read. */
+/* A connection to the listener that is no endpoint, or whose bytes nobody has read. */
 typedef struct {
     uint64_t cookie; /* the kernel's name of the socket */
     int unread;
+    bool waits; /* something, or its end, is to be read */
 } kvp_stranger;
 
 struct kvp_ucx {
@@ -181,6 +205,7 @@ struct kvp_ucx {
     struct sockaddr_storage host;
     socklen_t host_size;
     char device[64];
+    char tls[KVP_TLS_TEXT_MAX];
     pid_t pid;
     pthread_t thread;
     int wake_fd, poll_fd;
@@ -205,7 +230,8 @@ struct kvp_ucx {
     char put_protocol[KVP_PROTOCOL_TEXT_MAX];
     /* Shared without the lock. */
     atomic_uint_fast64_t orders; /* counts what other threads asked for */
-    atomic_uint_fast64_t wakeups, puts, put_bytes, coalesced, strangers_reset;
+    atomic_uint_fast64_t wakeups, puts, put_bytes, coalesced, gets, get_bytes;
+    atomic_uint_fast64_t registrations, strangers_reset;
     kvp_region regions[KVP_REGIONS_MAX]; /* written once each, before region_count says so */
     atomic_size_t region_count;
     size_t window; /* bytes of one; 0 without an inbox */
@@ -217,7 +243,7 @@ struct kvp_ucx {
     ucx_listener *listener;
     ucx_conn_request *pending[KVP_PENDING_CONNECTIONS_MAX];
     size_t pending_count;
-    kvp_inbox_part *parts;
+    kvp_registered *parts; /* of the inbox */
     kvp_endpoint *endpoints;
     kvp_endpoint **live; /* the slots that the progress thread looks after */
     size_t live_count;
@@ -237,6 +263,9 @@ struct kvp_ucx {
 kvp_status kvp_context_open(kvp_ucx *engine);
 void kvp_context_close(kvp_ucx *engine);
 ucx_status kvp_context_listen(kvp_ucx *engine);
+/* Register memory and pack its remote key. What is registered already stays as it is. */
+ucx_status kvp_context_register(kvp_ucx *engine, uintptr_t address, size_t size, unsigned prot,
+                                kvp_registered *out);
 kvp_status kvp_parse_address(const char *host, uint16_t port, struct sockaddr_storage *out,
                              socklen_t *size);
 kvp_status kvp_find_device(const struct sockaddr_storage *host, char *name, size_t size);
@@ -263,6 +292,14 @@ static inline uint32_t kvp_answer_crc(const kvp_wire_answer *answer, const void 
     return kvp_crc32c(crc, crcs, size);
 }
 
+static inline uint32_t kvp_region_crc(const kvp_wire_region *region, const void *rkey, size_t size)
+{
+    const size_t from = offsetof(kvp_wire_region, base);
+    uint32_t crc = kvp_crc32c(0, (const uint8_t *)&region->number, sizeof(region->number));
+    crc = kvp_crc32c(crc, (const uint8_t *)region + from, sizeof(*region) - from);
+    return kvp_crc32c(crc, rkey, size);
+}
+
 static inline uint64_t kvp_endpoint_id(const kvp_endpoint *endpoint)
 {
     return (uint64_t)endpoint->generation << 32 | endpoint->index;
@@ -273,12 +310,15 @@ kvp_wire_head kvp_message_head(kvp_endpoint *endpoint, uint16_t kind);
 void kvp_message_hello(kvp_endpoint *endpoint, kvp_status refusal);
 void kvp_message_beat(kvp_endpoint *endpoint);
 void kvp_message_greet(kvp_endpoint *endpoint); /* act on the peer's hello */
+/* Tell where a region lies; `out` is the message's until it has gone. */
+void kvp_message_region(kvp_endpoint *endpoint, uint32_t number, kvp_wire_region *out);
 ucx_status kvp_message_take(void *arg, const void *header, size_t header_size, void *data, size_t size,
                           const ucx_am_recv_param *param);
 
 /* ucx_batch.c: progress thread only */
 void kvp_batch_queue(kvp_batch *batch);
 bool kvp_batch_step(kvp_endpoint *endpoint);
+void kvp_batch_look(kvp_endpoint *endpoint); /* act on cancels */
 void kvp_batch_end_all(kvp_endpoint *endpoint, kvp_status status, ucx_status code);
 
 /* ucx_cuts.c: pure. Does one layer of a block fit a window? Cut the next ask of a read that wants one. */
@@ -297,12 +337,26 @@ void kvp_read_answered(kvp_endpoint *endpoint, const kvp_wire_answer *answer, co
 bool kvp_reads_step(kvp_endpoint *endpoint);
 void kvp_reads_end_all(kvp_endpoint *endpoint, kvp_status status, ucx_status code);
 
+/* A window's bytes are here, or will never be wanted: copy it out, and free it. */
+void kvp_ask_ended(kvp_ask *ask);
+
+/* ucx_gets.c: progress thread only. Get what answers say is held, and end asks whose bytes have come. */
+void kvp_gets_step(kvp_endpoint *endpoint);
+void kvp_gets_region(kvp_endpoint *endpoint, const void *header, size_t header_size,
+                     const void *rkey, size_t rkey_size);
+void kvp_gets_close(kvp_endpoint *endpoint);
+
 /* ucx_answers.c: progress thread only */
 bool kvp_ask_sound(const kvp_wire_ask *ask, const kvp_wire_item *items, const kvp_ucx_region *region,
                    uint64_t inbox_bytes); /* of an ask whose count is */
 void kvp_answer_start(kvp_endpoint *endpoint, const void *header, size_t header_size,
                       const void *data, size_t size);
-void kvp_answer_end(kvp_answer *answer);
+/* Its message has gone, or never will: settle its slots, unless the peer still gets of them. */
+void kvp_answer_sent(kvp_answer *answer, bool well);
+void kvp_answer_done(kvp_endpoint *endpoint, uint32_t number);
+/* When the first DONE is due that has not come; UINT64_MAX: none is. */
+uint64_t kvp_answers_due(const kvp_endpoint *endpoint);
+void kvp_answers_end_all(kvp_endpoint *endpoint);
 void kvp_answers_close(kvp_ucx *engine); /* after the worker is gone: nothing reads slots any more */
 
 /* ucx_strangers.c: progress thread only. Call it once a round, after the steps. */

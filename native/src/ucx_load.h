@@ -40,6 +40,9 @@
     X(void *, put_nbx,                                                                             \
       (ucx_ep * ep, const void *local, size_t size, uint64_t remote, ucx_rkey *rkey,               \
        const ucx_request_param *param))                                                            \
+    X(void *, get_nbx,                                                                             \
+      (ucx_ep * ep, void *local, size_t size, uint64_t remote, ucx_rkey *rkey,                     \
+       const ucx_request_param *param))                                                            \
     X(void *, am_send_nbx,                                                                         \
       (ucx_ep * ep, unsigned id, const void *header, size_t header_size, const void *data,         \
        size_t size, const ucx_request_param *param))                                               \

@@ -56,7 +56,7 @@ static void post(kvp_endpoint *endpoint, const void *head, size_t head_size, con
 void kvp_message_hello(kvp_endpoint *endpoint, kvp_status refusal)
 {
     kvp_ucx *engine = endpoint->engine;
-    const kvp_inbox_part *part = &engine->parts[endpoint->index];
+    const kvp_registered *part = &engine->parts[endpoint->index];
     kvp_wire_hello *hello = &endpoint->hello_out;
     *hello = (kvp_wire_hello){
         .head = kvp_message_head(endpoint, KVP_WIRE_HELLO),
@@ -76,6 +76,19 @@ void kvp_message_hello(kvp_endpoint *endpoint, kvp_status refusal)
         hello->inbox_bytes = engine->config.inbox_part;
     }
     post(endpoint, hello, sizeof(*hello), part->rkey, welcome ? part->rkey_size : 0);
+}
+
+void kvp_message_region(kvp_endpoint *endpoint, uint32_t number, kvp_wire_region *out)
+{
+    const kvp_region *region = &endpoint->engine->regions[number];
+    *out = (kvp_wire_region){
+        .head = kvp_message_head(endpoint, KVP_WIRE_REGION),
+        .number = number,
+        .base = region->base,
+        .stride = region->stride,
+    };
+    out->crc = kvp_region_crc(out, region->whole.rkey, region->whole.rkey_size);
+    post(endpoint, out, sizeof(*out), region->whole.rkey, region->whole.rkey_size);
 }
 
 void kvp_message_beat(kvp_endpoint *endpoint)
@@ -133,6 +146,25 @@ static void find_lanes(kvp_endpoint *endpoint, char *text, size_t size)
     }
 }
 
+/* Lanes over which libucp reads another process's memory by itself: reliable RDMA, and what maps or
+ * copies memory between processes of one host. Over others it has the peer send what a get names, and
+ * ends the peer's process if the connection fails meanwhile (docs/decisions/0003-ucx.md, 15). */
+static bool can_get(const char *lanes)
+{
+    static const char *const READERS[] = {"rc", "dc", "gga", "xpmem", "cma", "knem"};
+    for (const char *lane = lanes; *lane != '\0'; lane += strcspn(lane, " ")) {
+        lane += strspn(lane, " ");
+        for (size_t i = 0; i < sizeof(READERS) / sizeof(READERS[0]); i++) {
+            size_t size = strlen(READERS[i]);
+            if (strncmp(lane, READERS[i], size) == 0 && strchr("_/", lane[size]) != NULL &&
+                lane[size] != '\0') {
+                return true;
+            }
+        }
+    }
+    return false;
+}
+
 static void open_endpoint(kvp_endpoint *endpoint)
 {
     kvp_ucx *engine = endpoint->engine;
@@ -165,6 +197,8 @@ static void open_endpoint(kvp_endpoint *endpoint)
     memcpy(event.peer, hello->incarnation, KVP_INCARNATION_BYTES);
     char lanes[KVP_LANES_TEXT_MAX];
     find_lanes(endpoint, lanes, sizeof(lanes));
+    endpoint->may_get = engine->config.read_mode == KVP_UCX_READ_GET || can_get(lanes);
+    endpoint->gets = engine->config.read_mode != KVP_UCX_READ_PUT && endpoint->may_get;
     pthread_mutex_lock(&engine->lock);
     memcpy(endpoint->lanes, lanes, sizeof(lanes));
     endpoint->state = SLOT_OPEN;
@@ -277,6 +311,17 @@ static void take_answer(kvp_endpoint *endpoint, const void *header, size_t heade
     kvp_read_answered(endpoint, &answer, data, size);
 }
 
+static void take_done(kvp_endpoint *endpoint, const void *header, size_t header_size)
+{
+    kvp_wire_done done;
+    if (header_size != sizeof(done)) {
+        kvp_endpoint_fail(endpoint, KVP_INVALID, UCX_OK);
+        return;
+    }
+    memcpy(&done, header, sizeof(done));
+    kvp_answer_done(endpoint, done.number);
+}
+
 ucx_status kvp_message_take(void *arg, const void *header, size_t header_size, void *data,
                               size_t size, const ucx_am_recv_param *param)
 {
@@ -299,10 +344,14 @@ ucx_status kvp_message_take(void *arg, const void *header, size_t header_size, v
         take_hello(endpoint, header, header_size, data, size);
     } else if (head.kind == KVP_WIRE_NOTE) {
         take_note(endpoint, data, size);
-    } else if (head.kind == KVP_WIRE_ASK) {
+    } else if (head.kind == KVP_WIRE_ASK || head.kind == KVP_WIRE_HOLD) {
         kvp_answer_start(endpoint, header, header_size, data, size);
     } else if (head.kind == KVP_WIRE_ANSWER) {
         take_answer(endpoint, header, header_size, data, size);
+    } else if (head.kind == KVP_WIRE_REGION) {
+        kvp_gets_region(endpoint, header, header_size, data, size);
+    } else if (head.kind == KVP_WIRE_DONE) {
+        take_done(endpoint, header, header_size);
     } else if (head.kind != KVP_WIRE_BEAT) {
         kvp_endpoint_fail(endpoint, KVP_INVALID, UCX_OK);
     }

@@ -2,7 +2,8 @@
  * thread only.
  *
  * An inbox part has a window for each ask that may be unanswered. The owner puts what an ask names
- * into its window, flushes and answers; then the bytes are copied to their place, checked on the way.
+ * into its window, flushes and answers, or it holds it and we get it into the window (ucx_gets.c);
+ * then the bytes are copied to their place, checked on the way.
  * A window that was asked into is not used again before its answer has come, whatever became of the
  * read: the peer may still write there. A read itself ends as soon as nothing here touches its
  * destination, answer or not; copies run in this thread, so between two steps nothing does.
@@ -58,7 +59,7 @@ static void send_ask(kvp_endpoint *endpoint, kvp_read *read, kvp_ask *ask)
     ask->stage = ASK_SENT;
     kvp_read_cut(read, ask, window);
     read->asked++;
-    ask->head.head = kvp_message_head(endpoint, KVP_WIRE_ASK);
+    ask->head.head = kvp_message_head(endpoint, endpoint->gets ? KVP_WIRE_HOLD : KVP_WIRE_ASK);
     ask->head.number = endpoint->next_ask++;
     ask->head.at = (size_t)(ask - endpoint->asks) * window;
     ask->head.crc = kvp_ask_crc(&ask->head, ask->items);
@@ -107,10 +108,22 @@ void kvp_read_answered(kvp_endpoint *endpoint, const kvp_wire_answer *answer, co
         memcpy(ask->crcs, crcs, size);
     }
     ask->good = answer->good;
-    ask->stage = ASK_ANSWERED;
     endpoint->stirred = true;
+    if (endpoint->gets) {
+        ask->stage = ASK_GETTING; /* from the next step on: this is a callback */
+        ask->getting = 0;
+        ask->begun = false;
+    } else {
+        kvp_ask_ended(ask);
+    }
+}
+
+void kvp_ask_ended(kvp_ask *ask)
+{
+    ask->stage = ASK_ANSWERED;
+    ask->endpoint->stirred = true;
     if (ask->read == NULL) {
-        atomic_fetch_sub_explicit(&endpoint->windows_owed, 1, memory_order_relaxed);
+        atomic_fetch_sub_explicit(&ask->endpoint->windows_owed, 1, memory_order_relaxed);
     }
 }
 
@@ -247,7 +260,7 @@ static void end_read(kvp_read *read, kvp_status status, ucx_status code)
         kvp_ask *ask = &endpoint->asks[i];
         if (ask->read == read) {
             ask->read = NULL;
-            if (ask->stage == ASK_SENT) {
+            if (ask->stage == ASK_SENT || ask->stage == ASK_GETTING) {
                 atomic_fetch_add_explicit(&endpoint->windows_owed, 1, memory_order_relaxed);
             }
         }
@@ -322,6 +335,7 @@ bool kvp_reads_step(kvp_endpoint *endpoint)
     if (endpoint->look || late) {
         look(endpoint);
     }
+    kvp_gets_step(endpoint);
     kvp_ask *ask;
     while ((ask = first_answered(endpoint)) != NULL) {
         take_window(endpoint, ask);

@@ -134,6 +134,7 @@ static kvp_status submit(kvp_ucx *engine, kvp_endpoint *slot, const kvp_batch *w
     engine->batches_used++;
     slot->notes_submitted += silent ? 0 : 1;
     *batch = *wanted;
+    batch->submitted = true;
     batch->endpoint = slot;
     if (!silent) {
         memcpy(batch->note, note, wanted->note_size);
@@ -169,6 +170,23 @@ kvp_status kvp_ucx_put(kvp_ucx *engine, uint64_t endpoint, const kvp_ucx_span *s
     kvp_status status = submit(engine, lookup(engine, endpoint), &wanted, note);
     pthread_mutex_unlock(&engine->lock);
     return status;
+}
+
+void kvp_ucx_cancel_put(kvp_ucx *engine, uint64_t endpoint, uint64_t cookie)
+{
+    if (engine->pid != getpid()) {
+        return;
+    }
+    pthread_mutex_lock(&engine->lock);
+    kvp_endpoint *slot = lookup(engine, endpoint);
+    for (size_t i = 0; slot != NULL && i < engine->config.batch_max; i++) {
+        kvp_batch *batch = &engine->batches[i];
+        if (batch->submitted && batch->cookie == cookie) {
+            atomic_store(&batch->cancelled, true);
+            kvp_order_slot(slot);
+        }
+    }
+    pthread_mutex_unlock(&engine->lock);
 }
 
 /* ---- reads ------------------------------------------------------------------------------------ */
@@ -401,6 +419,9 @@ void kvp_ucx_count(kvp_ucx *engine, kvp_ucx_counts *out)
         .puts = atomic_load(&engine->puts),
         .put_bytes = atomic_load(&engine->put_bytes),
         .coalesced = atomic_load(&engine->coalesced),
+        .gets = atomic_load(&engine->gets),
+        .get_bytes = atomic_load(&engine->get_bytes),
+        .registrations = atomic_load(&engine->registrations),
         .strangers_reset = atomic_load(&engine->strangers_reset),
     };
     pthread_mutex_unlock(&engine->lock);

@@ -2,9 +2,12 @@
  *
  * libucp reads what a connection says first into a buffer of about 2 KiB. When that is full and no
  * message of its own, it asks the socket for 0 more bytes, for ever, and one of its threads spins:
- * docs/decisions/0003-ucx.md, finding 10. So every `look_ns` this looks at the sockets that were
- * accepted at the listener. One with something to read that nobody has read since the last look is
- * such a one: it is reset, which libucp takes for the peer's doing and gives everything back.
+ * docs/decisions/0003-ucx.md, finding 10. Of one that says less and stays it never tells us anything,
+ * and it keeps a descriptor for ever. So every `look_ns` this looks at the sockets that were accepted
+ * at the listener. A stranger is one with something to read that nobody has read since the last look,
+ * and one that has become no endpoint since then: it is reset, which libucp takes for the peer's doing
+ * and gives everything back. An endpoint that was accepted is known by its peer's address; while that
+ * of one is not known, nobody is reset for being no endpoint.
  *
  * Every step is done on a duplicate of the descriptor that was looked at first, so whatever libucp
  * closes or opens meanwhile, no socket but one of the listener's is ever touched.
@@ -62,28 +65,66 @@ static bool is_accepted(const kvp_ucx *engine, int fd)
     return getsockopt(fd, SOL_SOCKET, SO_ACCEPTCONN, &listens, &size) == 0 && listens == 0;
 }
 
-/* Describe a socket with something to read, or an end, that nobody has read. */
-static bool waits(int fd, kvp_stranger *out)
+/* Describe a socket; `waits` is set if it has something to read, or an end, that nobody has read. */
+static bool describe(int fd, kvp_stranger *out)
 {
     struct pollfd asked = {.fd = fd, .events = POLLIN | POLLRDHUP};
     socklen_t size = sizeof(out->cookie);
-    return poll(&asked, 1, 0) == 1 && ioctl(fd, FIONREAD, &out->unread) == 0 &&
+    out->waits = poll(&asked, 1, 0) == 1;
+    return ioctl(fd, FIONREAD, &out->unread) == 0 &&
            getsockopt(fd, SOL_SOCKET, SO_COOKIE, &out->cookie, &size) == 0;
 }
 
-static bool was_seen(const kvp_ucx *engine, const kvp_stranger *stranger)
+/* Learn who the accepted endpoints are. Returns false if that of one is not known. */
+static bool learn_endpoints(kvp_ucx *engine)
 {
-    for (size_t i = 0; i < engine->stranger_count; i++) {
-        const kvp_stranger *seen = &engine->strangers[i];
-        if (seen->cookie == stranger->cookie && seen->unread == stranger->unread) {
+    bool all = true;
+    for (size_t i = 0; i < engine->live_count; i++) {
+        kvp_endpoint *endpoint = engine->live[i];
+        if (!endpoint->accepted || endpoint->remote_address.ss_family != AF_UNSPEC) {
+            continue;
+        }
+        ucx_ep_attr attr = {.field_mask = UCX_EP_ATTR_REMOTE};
+        if (endpoint->ep != NULL && engine->ucp->ep_query(endpoint->ep, &attr) == UCX_OK) {
+            endpoint->remote_address = attr.remote;
+        }
+        all = all && endpoint->remote_address.ss_family != AF_UNSPEC;
+    }
+    return all;
+}
+
+static bool is_endpoint(const kvp_ucx *engine, int fd)
+{
+    struct sockaddr_storage there;
+    socklen_t size = sizeof(there);
+    if (getpeername(fd, (struct sockaddr *)&there, &size) != 0) {
+        return true; /* it has no peer any more: libucp will see to it */
+    }
+    in_port_t port = ((const struct sockaddr_in *)&there)->sin_port;
+    for (size_t i = 0; i < engine->live_count; i++) {
+        const struct sockaddr_storage *known = &engine->live[i]->remote_address;
+        if (known->ss_family == there.ss_family &&
+            ((const struct sockaddr_in *)known)->sin_port == port && same_address(&there, known)) {
             return true;
         }
     }
     return false;
 }
 
-/* Returns whether `found` is a suspect: to be looked at again. */
-static bool look_at(kvp_ucx *engine, int fd, kvp_stranger *found)
+/* Whether the last look found it as it is: no endpoint, or with the same bytes unread. */
+static bool was_seen(const kvp_ucx *engine, const kvp_stranger *stranger, bool endpoint)
+{
+    for (size_t i = 0; i < engine->stranger_count; i++) {
+        const kvp_stranger *seen = &engine->strangers[i];
+        if (seen->cookie == stranger->cookie) {
+            return !endpoint || (seen->waits && seen->unread == stranger->unread);
+        }
+    }
+    return false;
+}
+
+/* Returns whether `found` is a suspect: to be looked at again. `full`: there is no room to remember it. */
+static bool look_at(kvp_ucx *engine, int fd, bool all_known, bool full, kvp_stranger *found)
 {
     if (!is_accepted(engine, fd)) {
         return false;
@@ -92,8 +133,10 @@ static bool look_at(kvp_ucx *engine, int fd, kvp_stranger *found)
     if (held < 0) {
         return false;
     }
-    bool suspect = is_accepted(engine, held) && waits(held, found);
-    if (suspect && was_seen(engine, found)) {
+    bool endpoint = !all_known || is_endpoint(engine, held);
+    bool suspect = is_accepted(engine, held) && describe(held, found) &&
+                   (!endpoint || found->waits);
+    if (suspect && (was_seen(engine, found, endpoint) || (full && !endpoint))) {
         const struct sockaddr nowhere = {.sa_family = AF_UNSPEC};
         if (connect(held, &nowhere, sizeof(nowhere)) == 0) {
             atomic_fetch_add_explicit(&engine->strangers_reset, 1, memory_order_relaxed);
@@ -111,8 +154,9 @@ void kvp_strangers_look(kvp_ucx *engine)
     }
     if (engine->now_ns >= engine->look_ns) {
         engine->look_ns = engine->now_ns + engine->config.look_ns;
-        kvp_stranger suspects[KVP_STRANGERS_MAX];
+        kvp_stranger suspects[KVP_STRANGERS_MAX], found;
         size_t count = 0;
+        bool all_known = learn_endpoints(engine);
         int folder = open("/proc/self/fd", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
         char list[4096] __attribute__((aligned(8)));
         long size = 0;
@@ -120,9 +164,10 @@ void kvp_strangers_look(kvp_ucx *engine)
                (size = syscall(SYS_getdents64, folder, list, sizeof(list))) > 0) {
             for (long at = 0; at < size; at += ((const kvp_dirent *)(list + at))->size) {
                 const char *name = ((const kvp_dirent *)(list + at))->name;
-                if (name[0] != '.' && count < KVP_STRANGERS_MAX &&
-                    look_at(engine, atoi(name), &suspects[count])) {
-                    count++;
+                bool full = count == KVP_STRANGERS_MAX;
+                if (name[0] != '.' && look_at(engine, atoi(name), all_known, full, &found) &&
+                    !full) {
+                    suspects[count++] = found;
                 }
             }
         }

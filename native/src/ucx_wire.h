@@ -11,7 +11,7 @@
 
 enum {
     KVP_WIRE_MAGIC = 0x5855564b, /* "KVUX" */
-    KVP_WIRE_VERSION = 3,
+    KVP_WIRE_VERSION = 4,
     KVP_AM_ID = 11,
     KVP_INCARNATION_BYTES = 16,
     KVP_NOTE_BYTES_MAX = 1088,
@@ -27,7 +27,10 @@ enum {
     KVP_WIRE_NOTE = 2,
     KVP_WIRE_BEAT = 3,
     KVP_WIRE_ASK = 4,
-    KVP_WIRE_ANSWER = 5
+    KVP_WIRE_ANSWER = 5,
+    KVP_WIRE_HOLD = 6,
+    KVP_WIRE_REGION = 7,
+    KVP_WIRE_DONE = 8
 };
 
 typedef struct {
@@ -56,8 +59,9 @@ typedef struct {
     uint64_t inbox_bytes;
 } kvp_wire_hello;
 
-/* Put bytes of slots of a region of the receiver's into the sender's inbox part, one item behind the
- * other from `at` on, and answer when they are there. Followed, as data, by `count` items. */
+/* ASK: put bytes of slots of a region of the receiver's into the sender's inbox part, one item behind
+ * the other from `at` on, and answer when they are there. HOLD: answer now, and hold the slots, of
+ * which the sender gets the bytes, until it says DONE. Followed, as data, by `count` items. */
 typedef struct {
     kvp_wire_head head;
     uint32_t number; /* the sender's name of this ask */
@@ -86,6 +90,26 @@ typedef struct {
     uint32_t crc;      /* CRC32C of what lies between `head` and here, and of the values */
 } kvp_wire_answer;
 
+/* Where a region of the sender's lies, once, before the first answer to a HOLD of it. Followed, as data,
+ * by its packed remote key. */
+typedef struct {
+    kvp_wire_head head;
+    uint32_t number;
+    uint32_t crc; /* CRC32C of number, base and stride, and of the key */
+    uint64_t base;
+    uint64_t stride; /* from one slot to the next */
+} kvp_wire_region;
+
+/* Of the HOLD of this number nothing is read any more. Only after an answer with a `good` item. */
+typedef struct {
+    kvp_wire_head head;
+    uint32_t number;
+    uint32_t reserved; /* 0 */
+} kvp_wire_done;
+
+_Static_assert(sizeof(kvp_wire_region) == 48, "wire format");
+_Static_assert(offsetof(kvp_wire_region, base) == 32, "wire format");
+_Static_assert(sizeof(kvp_wire_done) == 32, "wire format");
 _Static_assert(sizeof(kvp_wire_head) == 24, "wire format");
 _Static_assert(sizeof(kvp_wire_ask) == 56, "wire format");
 _Static_assert(sizeof(kvp_wire_item) == 24, "wire format");

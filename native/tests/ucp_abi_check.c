@@ -38,6 +38,7 @@ SAME(sizeof(ucx_listener_attr), sizeof(ucp_listener_attr_t));
 FIELD(ucx_listener_attr, sockaddr, ucp_listener_attr_t, sockaddr);
 
 SAME(UCX_EP_ATTR_TRANSPORTS, UCP_EP_ATTR_FIELD_TRANSPORTS);
+SAME(UCX_EP_ATTR_REMOTE, UCP_EP_ATTR_FIELD_REMOTE_SOCKADDR);
 FIELD(ucx_ep_attr, lanes, ucp_ep_attr_t, transports);
 SAME(offsetof(ucx_ep_attr, lanes.count), offsetof(ucp_ep_attr_t, transports.num_entries));
 SAME(offsetof(ucx_ep_attr, lanes.entry_size), offsetof(ucp_ep_attr_t, transports.entry_size));
@@ -64,6 +65,7 @@ SAME(UCX_MAP_PROT, UCP_MEM_MAP_PARAM_FIELD_PROT);
 SAME(UCX_PROT_LOCAL_READ, UCP_MEM_MAP_PROT_LOCAL_READ);
 SAME(UCX_PROT_LOCAL_WRITE, UCP_MEM_MAP_PROT_LOCAL_WRITE);
 SAME(UCX_PROT_REMOTE_WRITE, UCP_MEM_MAP_PROT_REMOTE_WRITE);
+SAME(UCX_PROT_REMOTE_READ, UCP_MEM_MAP_PROT_REMOTE_READ);
 FIELD(ucx_map_params, field_mask, ucp_mem_map_params_t, field_mask);
 FIELD(ucx_map_params, address, ucp_mem_map_params_t, address);
 FIELD(ucx_map_params, length, ucp_mem_map_params_t, length);

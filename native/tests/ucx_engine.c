@@ -231,6 +231,45 @@ static void test_window(side *server, side *client, uint16_t port)
     next(server, KVP_UCX_CLOSED);
 }
 
+/* A batch that is cancelled ends, with its note or without; those before and behind it are whole. */
+static void test_cancel(side *server, side *client, uint16_t port)
+{
+    enum { BATCHES = 4, ROUNDS = 12, SIZE = 1 << 20 };
+    uint64_t endpoint = connect_to(client, "127.0.0.1", port, NULL);
+    next(client, KVP_UCX_OPENED);
+    next(server, KVP_UCX_OPENED);
+    uint8_t *local = calloc(1, SIZE);
+    CHECK(local != NULL);
+    const kvp_ucx_span span = {(uintptr_t)local, SIZE, 0};
+    size_t cancelled = 0;
+    for (uint64_t round = 0; round < ROUNDS || cancelled == 0; round++) {
+        CHECK(round < 2000);
+        for (uint64_t i = 0; i < BATCHES; i++) {
+            CHECK(kvp_ucx_put(client->engine, endpoint, &span, 1, (const uint8_t *)&i, sizeof(i),
+                              20 * SECOND, i) == KVP_OK);
+        }
+        kvp_ucx_cancel_put(client->engine, endpoint, round % BATCHES);
+        kvp_ucx_cancel_put(client->engine, endpoint, BATCHES - 1);
+        kvp_ucx_cancel_put(client->engine, endpoint, 99); /* nobody's */
+        uint64_t whole = 0;
+        for (uint64_t i = 0; i < BATCHES; i++) {
+            kvp_ucx_event event = next(client, KVP_UCX_BATCH);
+            bool asked = event.cookie == round % BATCHES || event.cookie == BATCHES - 1;
+            CHECK(event.status == KVP_OK || (asked && event.status == KVP_CANCELLED));
+            whole += event.status == KVP_OK ? 1 : 0;
+            cancelled += event.status == KVP_OK ? 0 : 1;
+        }
+        for (uint64_t i = 0; i < whole; i++) {
+            next(server, KVP_UCX_ARRIVED);
+        }
+        kvp_ucx_cancel_put(client->engine, endpoint, 0); /* it has ended */
+    }
+    kvp_ucx_disconnect(client->engine, endpoint);
+    next(client, KVP_UCX_CLOSED);
+    next(server, KVP_UCX_CLOSED);
+    free(local);
+}
+
 static void test_refusals(side *server, side *client, uint16_t port)
 {
     uint8_t other[16] = {9};
@@ -352,6 +391,7 @@ int main(int argc, char **argv)
     CHECK(kvp_ucx_put_protocol(client.engine, text, sizeof(text)) == KVP_OK);
     printf("%s\n", text);
     test_window(&server, &client, port);
+    test_cancel(&server, &client, port);
     test_refusals(&server, &client, port);
     test_churn(&server, &client, port);
     close_side(&client);

@@ -23,7 +23,15 @@ static const uint64_t SECOND = 1000000000;
 
 /* ---- the bent table --------------------------------------------------------------------------- */
 
-typedef enum { HONEST, FLIP_PUTS, DROP_ANSWERS, BEND_ASKS, BEND_ANSWERS } bend;
+typedef enum {
+    HONEST,
+    FLIP_BYTES,
+    DROP_ANSWERS,
+    DROP_DONES,
+    BEND_ASKS,
+    BEND_ANSWERS,
+    BEND_DONES
+} bend;
 static atomic_int bending;
 static uint32_t seed = 1;
 static int rounds;
@@ -31,6 +39,8 @@ static void *(*send_honestly)(ucx_ep *, unsigned, const void *, size_t, const vo
                               const ucx_request_param *);
 static void *(*put_honestly)(ucx_ep *, const void *, size_t, uint64_t, ucx_rkey *,
                              const ucx_request_param *);
+
+static kvp_ucx_read_mode mode;
 
 static uint32_t draw(void)
 {
@@ -48,7 +58,9 @@ static uint8_t *kept_copy(const void *bytes, size_t size)
     }
     uint8_t *copy = &room[used];
     used += (size + 63) & ~(size_t)63;
-    memcpy(copy, bytes, size);
+    if (size != 0) {
+        memcpy(copy, bytes, size);
+    }
     return copy;
 }
 
@@ -58,7 +70,7 @@ static void sign(uint8_t *header, uint16_t kind, const uint8_t *data, size_t siz
     kvp_wire_answer *answer = (kvp_wire_answer *)(void *)header;
     if (kind == KVP_WIRE_ANSWER) {
         answer->crc = kvp_answer_crc(answer, data, size);
-    } else if (ask->count * sizeof(kvp_wire_item) <= size) {
+    } else if (kind != KVP_WIRE_DONE && ask->count * sizeof(kvp_wire_item) <= size) {
         ask->crc = kvp_ask_crc(ask, data);
     }
 }
@@ -69,10 +81,12 @@ static void *bent_send(ucx_ep *ep, unsigned id, const void *header, size_t heade
     kvp_wire_head head;
     memcpy(&head, header, sizeof(head));
     int how = atomic_load(&bending);
-    if (how == DROP_ANSWERS && head.kind == KVP_WIRE_ANSWER) {
+    if ((how == DROP_ANSWERS && head.kind == KVP_WIRE_ANSWER) ||
+        (how == DROP_DONES && head.kind == KVP_WIRE_DONE)) {
         return NULL;
     }
-    if ((how == BEND_ASKS && head.kind == KVP_WIRE_ASK) ||
+    if ((how == BEND_ASKS && (head.kind == KVP_WIRE_ASK || head.kind == KVP_WIRE_HOLD)) ||
+        (how == BEND_DONES && head.kind == KVP_WIRE_DONE) ||
         (how == BEND_ANSWERS && head.kind == KVP_WIRE_ANSWER)) {
         uint8_t *bent_head = kept_copy(header, header_size), *bent = kept_copy(data, size);
         for (uint32_t turns = draw() % 3; turns != 0; turns--) {
@@ -95,12 +109,26 @@ static void *bent_send(ucx_ep *ep, unsigned id, const void *header, size_t heade
 static void *bent_put(ucx_ep *ep, const void *local, size_t size, uint64_t remote, ucx_rkey *rkey,
                       const ucx_request_param *param)
 {
-    if (atomic_load(&bending) == FLIP_PUTS) {
+    if (atomic_load(&bending) == FLIP_BYTES) {
         uint8_t *bent = kept_copy(local, size);
         bent[size - 1] ^= 4;
         local = bent;
     }
     return put_honestly(ep, local, size, remote, rkey, param);
+}
+
+/* Stands in for hardware that reads memory by itself: both sides are in this process. What libucp does
+ * over TCP instead ends the process when the connection fails meanwhile. Gets the bytes beside those
+ * that are wanted, as of an owner that gave the reader up, if it is to. */
+static void *bent_get(ucx_ep *ep, void *local, size_t size, uint64_t remote, ucx_rkey *rkey,
+                      const ucx_request_param *param)
+{
+    (void)ep;
+    (void)param;
+    CHECK(rkey != NULL);
+    uint64_t off = atomic_load(&bending) == FLIP_BYTES ? 1 : 0;
+    memcpy(local, (const void *)(uintptr_t)(remote + off), size);
+    return NULL;
 }
 
 /* ---- two sides -------------------------------------------------------------------------------- */
@@ -124,7 +152,7 @@ static kvp_view flat(uint8_t *at)
     return (kvp_view){(uintptr_t)at, BLOCK, LAYER, LAYER / HEADS, 4 * 48, 48, 16};
 }
 
-static side open_side(uint8_t name, size_t part)
+static side open_side(uint8_t name, size_t part, uint64_t answer_timeout_ns)
 {
     side it = {.part = part};
     uint8_t incarnation[16];
@@ -135,6 +163,7 @@ static side open_side(uint8_t name, size_t part)
     kvp_ucx_config config = {
         .library = library,
         .host = "127.0.0.1",
+        .read_mode = mode,
         .incarnation = incarnation,
         .inbox = (uintptr_t)it.inbox,
         .inbox_part = part,
@@ -144,7 +173,7 @@ static side open_side(uint8_t name, size_t part)
         .copy_helpers = 1,
         .look_ns = 60 * SECOND,
         .spin_ns = 50000,
-        .answer_timeout_ns = 20 * SECOND,
+        .answer_timeout_ns = answer_timeout_ns,
     };
     char reason[256] = "";
     kvp_status status = kvp_ucx_open(&config, reason, sizeof(reason), &it.engine);
@@ -311,7 +340,7 @@ static void test_stale(side *reader)
 
 static void test_flipped(side *reader)
 {
-    atomic_store(&bending, FLIP_PUTS);
+    atomic_store(&bending, FLIP_BYTES);
     kvp_ucx_job job = all_blocks();
     kvp_ucx_event event = run(reader, &job, 20 * SECOND);
     CHECK(event.status == KVP_OK && event.good < SLOTS);
@@ -406,6 +435,34 @@ static void test_liars(side *reader, side *owner, uint16_t port, bend how)
     require_no_grants();
 }
 
+/* A reader that does not say when it has what was held for it is given up, and its slots are free. */
+static void test_done_is_due(void)
+{
+    side owner = open_side(1, 1 << 16, SECOND / 4), reader = open_side(2, 1 << 16, 20 * SECOND);
+    kvp_ucx_region region = {arena, SLOTS, BLOCK, CRCS};
+    uint32_t number;
+    CHECK(kvp_ucx_register(owner.engine, &region, &number) == KVP_OK);
+    uint16_t port = 0;
+    int code = 0;
+    CHECK(kvp_ucx_listen(owner.engine, 0, 10 * SECOND, &port, &code) == KVP_OK);
+    meet(&reader, &owner, port);
+    atomic_store(&bending, DROP_DONES);
+    kvp_ucx_span span = {(uintptr_t)found, 100, 3};
+    kvp_ucx_job job = {.count = 1, .regions = regions, .slots = slots, .generations = lives,
+                       .spans = &span};
+    CHECK(run(&reader, &job, 20 * SECOND).status == KVP_OK);
+    CHECK(memcmp(found, payload + 3, 100) == 0);
+    CHECK(next(&owner, KVP_UCX_CLOSED).status == KVP_TIMEOUT);
+    require_no_grants();
+    next(&reader, KVP_UCX_CLOSED);
+    atomic_store(&bending, HONEST);
+    kvp_ucx_counts counts;
+    kvp_ucx_count(owner.engine, &counts);
+    CHECK(counts.registrations == ENDPOINTS + 1 && counts.puts == 0);
+    close_side(&reader);
+    close_side(&owner);
+}
+
 static void publish(void)
 {
     uint8_t incarnation[16] = {1}, hashes[32 * SLOTS] = {0};
@@ -428,7 +485,7 @@ static void publish(void)
 
 static void test_all(size_t inbox_part)
 {
-    side owner = open_side(1, 1 << 16), reader = open_side(2, inbox_part);
+    side owner = open_side(1, 1 << 16, 20 * SECOND), reader = open_side(2, inbox_part, 20 * SECOND);
     kvp_ucx_region region = {arena, SLOTS, BLOCK, CRCS};
     uint32_t number = 9;
     CHECK(kvp_ucx_register(owner.engine, &region, &number) == KVP_OK && number == 0);
@@ -451,6 +508,9 @@ static void test_all(size_t inbox_part)
     test_lost(&reader, &owner);
     test_liars(&reader, &owner, port, BEND_ASKS);
     test_liars(&reader, &owner, port, BEND_ANSWERS);
+    if (mode == KVP_UCX_READ_GET) {
+        test_liars(&reader, &owner, port, BEND_DONES);
+    }
     /* A close with reads under way. */
     meet(&reader, &owner, port);
     job = all_blocks();
@@ -472,9 +532,14 @@ int main(int argc, char **argv)
     put_honestly = table->put_nbx;
     table->am_send_nbx = bent_send;
     table->put_nbx = bent_put;
+    table->get_nbx = bent_get;
     publish();
-    test_all(1 << 16);
-    test_all(8192); /* a window holds two of three layers */
+    for (mode = KVP_UCX_READ_PUT; mode <= KVP_UCX_READ_GET; mode++) {
+        test_all(1 << 16);
+        test_all(8192); /* a window holds two of three layers */
+    }
+    mode = KVP_UCX_READ_GET;
+    test_done_is_due();
     kvp_arena_close(arena);
     return 0;
 }

@@ -24,10 +24,10 @@ from kvpool.block import BlockLayout
 from kvpool.completion import Completion
 from kvpool.errors import KVPoolError
 from kvpool.events import NullSink
-from kvpool.memory import BlockView
+from kvpool.memory import BlockView, copy_blocks
 from kvpool.testing.blocks import payload, view_of
 from kvpool.testing.pair import publish
-from kvpool.transfer.base import Endpoint, RemoteSlots, Transport
+from kvpool.transfer.base import Endpoint, RemoteSlots, SlotSpan, Transport
 from kvpool.transfer.choice import TransportKind, open_transport
 from kvpool.transfer.layerwise import LayerReceiver, LayerSender, Outbox, StreamHub
 from kvpool.transfer.stream_wire import slice_layout
@@ -228,6 +228,37 @@ class _Commands:
                 ]
                 for read in reads:
                     read.wait(WAIT_S)
+        except KVPoolError as error:
+            return type(error).__name__
+
+    def take_writes(self, blocks: int) -> str:
+        """Reserve slots that may be written into; answer their generations."""
+        arena = Arena(LAYOUT, blocks, self.transport.incarnation)
+        self.arenas.append(arena)
+        self.slots = list(arena.reserve_some(blocks))
+        self.transport.register(arena, writable=True)
+        return json.dumps([[slot.index, slot.generation] for slot in self.slots])
+
+    def written(self) -> bool:
+        """Say whether the slots of ``take_writes`` hold the payloads of SEED."""
+        out = np.zeros((len(self.slots), LAYOUT.block_bytes), dtype=np.uint8)
+        copy_blocks(view_of(LAYOUT, out), self.arenas[-1].view(self.slots))
+        return bool((out == payload(LAYOUT, len(self.slots), SEED)).all())
+
+    def write_on(self, slots: str) -> str:
+        """Write a published block into slots of the peer's, in small pieces, until that ends."""
+        try:
+            while True:
+                for index, life in json.loads(slots):
+                    source = self.slots[index % len(self.slots)]
+                    pairs = [
+                        (
+                            SlotSpan(0, source.index, source.generation, at, 16),
+                            SlotSpan(0, index, life, at, 16),
+                        )
+                        for at in range(0, LAYOUT.block_bytes, 16)
+                    ]
+                    self.endpoints[0].write_spans(pairs, WAIT_S).wait(WAIT_S)
         except KVPoolError as error:
             return type(error).__name__
 

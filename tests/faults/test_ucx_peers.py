@@ -15,6 +15,7 @@ import pytest
 
 from kvpool.block import Incarnation
 from kvpool.errors import (
+    CancelledTransferError,
     PeerUnreachableError,
     StaleIncarnationError,
     TransferTimeoutError,
@@ -28,6 +29,7 @@ from tests.faults.ucx_peer import Peer, Server, wait_until
 pytestmark = pytest.mark.ucx
 
 MIB = 1 << 20
+WAIT_S = 20.0
 
 
 @pytest.fixture
@@ -97,6 +99,36 @@ def test_a_killed_peer_ends_its_batches(transport: UcxEngine) -> None:
         with pytest.raises(PeerUnreachableError):
             endpoint.put(scattered(data, MIB), 1)
         wait_until(lambda: transport.counts()["endpoints"] == 0)
+
+
+def test_a_put_that_is_cancelled_ends_before_its_turn(transport: UcxEngine) -> None:
+    """Though the peer takes nothing; what is on its way has to arrive, and the others do."""
+    with Server() as peer:
+        endpoint = connect(transport, peer)
+        data = noise(16 * MIB, 1)
+        peer.stop()
+        say = [json.dumps({"size": 1, "put": at}).encode() for at in range(5)]
+        puts = [endpoint.put(scattered(data, MIB), WAIT_S, note) for note in say]
+        wait_until(lambda: transport.counts()["put_bytes"] >= MIB)
+        for put in (puts[4], puts[2]):
+            put.cancel()
+            put.cancel()
+            with pytest.raises(CancelledTransferError):
+                put.wait(WAIT_S)
+        # Some of the first is posted; the cancel ends it when that has arrived.
+        puts[0].cancel()
+        peer.go_on()
+        try:
+            assert puts[0].wait(WAIT_S) == len(data)
+            told = [0]
+        except CancelledTransferError:
+            told = []
+        assert [puts[at].wait(WAIT_S) for at in (1, 3)] == [len(data)] * 2
+        told += [1, 3]
+        assert [json.loads(peer.next("arrived")["note"])["put"] for _ in told] == told
+        # Notes that were never sent count for nothing: the window is as it was.
+        for _ in range(200):
+            wait_until(lambda: endpoint.notify(say[0]))
 
 
 def test_a_stopped_peer_costs_its_deadline_and_no_other(transport: UcxEngine) -> None:

@@ -1,12 +1,15 @@
 """The UCX engine against another one in the same process."""
 
+import contextlib
 import mmap
 import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -301,6 +304,31 @@ def test_idle_transports_sleep() -> None:
         before = transport.counts()["wakeups"]
         assert not threading.Event().wait(0.2)
         assert transport.counts()["wakeups"] - before <= 2
+
+
+def cpu_ns(threads: set[str]) -> int:
+    """Return what threads have had of a CPU; those that have ended count nothing."""
+    total = 0
+    for thread in threads:
+        with contextlib.suppress(FileNotFoundError):
+            total += int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0])
+    return total
+
+
+def test_an_idle_connection_with_a_heartbeat_sleeps() -> None:
+    """Ten times as many beats as by default: a thread that polls takes what the machine has."""
+    others = set(os.listdir("/proc/self/task"))
+    with (
+        UcxEngine(heartbeat_interval_s=0.1) as server,
+        UcxEngine(heartbeat_interval_s=0.1) as client,
+    ):
+        connection = client.connect("127.0.0.1", server.listen(lambda connection: None), WAIT_S)
+        ours = set(os.listdir("/proc/self/task")) - others
+        begin, before = time.monotonic_ns(), cpu_ns(ours)
+        assert not threading.Event().wait(1.0)
+        elapsed, used = time.monotonic_ns() - begin, cpu_ns(ours) - before
+        assert connection.alive()
+        assert used < elapsed / 20, f"{used} ns of {elapsed}"
 
 
 def test_listening_twice_and_taken_ports_are_refused(pair: Pair) -> None:
