@@ -265,7 +265,8 @@ class _Staging:
     def record(self, stream: "torch.cuda.Stream | None") -> None:
         """Take note that the device has the buffer until it is done with what ``stream`` was given."""
         if stream is not None:
-            self._busy = stream.record_event()
+            self._busy = torch.cuda.Event()
+            self._busy.record(stream)
 
     def ready(self, deadline: Deadline) -> bool:
         """Wait until the device has let go; False if it has not by the deadline."""
