@@ -6,11 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm.config import KVEventsConfig
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_GPU, BlockRemoved, BlockStored
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from kvpool.errors import ConfigError
+from kvpool.integration.vllm.engine import read_namespace
 from tests.conftest import Count
 from tests.server_process import until
 from tests.vllm.conftest import prompts
@@ -96,6 +99,35 @@ def test_tenants_are_apart(engine: Engine) -> None:
     assert engine.generate(prompt, salt="two")[0].cached == 0
     engine.forget()
     assert engine.generate(prompt, salt="one")[0].cached == ideal(prompt)
+
+
+def test_names_tell_apart_what_a_layout_does_not(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bfloat16 and float16 have blocks of one size: nothing but the name keeps them apart."""
+    config, cache = engine.core.vllm_config, engine.scheduler.kv_cache_config
+    model = config.model_config
+
+    def name() -> bytes:
+        return read_namespace(config, cache, engine.connector._shape, "").digest
+
+    first, names = name(), set[bytes]()
+    changes: list[tuple[Any, str, Any]] = [
+        (model, "dtype", torch.bfloat16),
+        (model, "dtype", torch.float16),
+        (model, "quantization", "fp8"),
+        (model, "quantization_config", {"ignore": ["lm_head"]}),
+        (config.cache_config, "cache_dtype", "fp8"),
+        (config.cache_config, "prefix_caching_hash_algo", "sha256_cbor"),
+        (cache, "kv_cache_layout", "another"),
+        (torch, "__version__", "2.99"),
+    ]
+    for owner, field, value in changes:
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, field, value)
+            names.add(name())
+    assert name() == first
+    assert len(names - {first}) == len(changes)
 
 
 def test_metrics_are_the_truth(engine: Engine) -> None:
@@ -208,6 +240,17 @@ def test_a_worker_without_a_pool_holds_nobody_up(engine: Engine) -> None:
     assert (again.tokens, again.cached) == (before.tokens, 0)
     at_rest(engine)
     assert engine.generate(prompt)[0].cached == ideal(prompt)
+
+
+def test_a_second_engine_of_this_process_is_refused(engine: Engine) -> None:
+    """vLLM would give it the first one's connector, which would store its blocks under wrong names."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    with pytest.raises(ConfigError, match="one connector a process"):
+        get_kv_transfer_group().register_kv_caches({})
+    (prompt,) = prompts(100, seed=25)
+    assert engine.generate(prompt)[0].reason == "length"
+    at_rest(engine)
 
 
 def test_aborts_at_any_moment(engine: Engine, count: Count) -> None:

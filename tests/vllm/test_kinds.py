@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from vllm import SamplingParams
 
-from tests.server_process import ServerProcess, until
+from kvpool.integration.vllm.shape import BlockRun
+from tests.server_process import ServerProcess
 from tests.vllm.conftest import prompts
 from tests.vllm.engines import BLOCK_TOKENS, Answer, Engine, answers_of_another_process
 from tests.vllm.models import WINDOW_TOKENS, make_model
@@ -106,20 +107,34 @@ def test_a_server_for_two_processes(kind: Kind, tmp_path: Path) -> None:
 
 
 def test_a_sliding_window_needs_its_window_only(tmp_path: Path) -> None:
-    """The pool loses the windows' early blocks, as eviction would have it: all of it still hits."""
+    """The pool has none of the windows' early blocks, as after an eviction: all of it still hits."""
     model = make_model("gemma3", tmp_path / "gemma3")
     with Engine(model, {"dram": "64MiB"}) as engine:
         (prompt,) = prompts(321, seed=33)
+        saver = engine.worker_side._saver
+        begin_step = saver.begin_step
+
+        def late(namespace: Any, runs: list[BlockRun]) -> None:  # the first step completes 8 blocks
+            full = engine.connector._shape.groups
+            begin_step(
+                namespace,
+                [run for run in runs if run.begin >= 8 or not full[run.group].window_tokens],
+            )
+
+        saver.begin_step = late
         cold = engine.generate(prompt)[0]
         at_rest(engine)
+        assert engine.connector._pool.stats().ready == 10 + 2 + 2
+        saver.begin_step = begin_step
         shape = engine.connector._shape
         windows = [group for group in shape.groups if group.window_tokens == WINDOW_TOKENS]
         assert len(windows) == 2
         assert windows[0].first_needed(10, 32) == 8
-        loaded = engine.worker_side.counts()
         warm = engine.generate(prompt)[0]
         assert (warm.tokens, warm.cached) == (cold.tokens, 320)
-        assert not loaded["failed_loads"]
+        metrics = {metric.name: metric for metric in engine.llm.get_metrics()}
+        assert metrics["vllm:kvpool_loaded_blocks"].value == 10 + 2 + 2
+        assert metrics["vllm:kvpool_failed_loads"].value == 0
 
 
 def test_two_workers(llama: Path, tmp_path: Path) -> None:
@@ -147,7 +162,7 @@ def test_two_workers(llama: Path, tmp_path: Path) -> None:
         assert tokens(engine.one_by_one(asked)) == alone
         # A new server, too small for all of it.
         with ServerProcess(folder, 12 * 4 * 16384):
-            until(lambda: engine.connector._pool.stats().slots > 0, "the new server")
+            engine.connector._pool.wait_connected(30)
             for _ in range(3):
                 engine.forget()
                 assert tokens(engine.one_by_one(asked)) == alone
