@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from kvpool.completion import CompletionSource
+from kvpool.completion import Completion, CompletionSource
 from kvpool.errors import (
     CancelledTransferError,
     CapacityError,
@@ -175,16 +175,16 @@ def test_a_waiter_with_less_time_than_the_operation_leaves_it_to_a_thread() -> N
 
 def test_of_several_operations_none_runs_in_the_thread_that_waits() -> None:
     with held_back() as operations:
-        names: list[str] = []
+        started: list[Completion[str]] = []
         for _ in range(2):
-            source: CompletionSource[None] = CompletionSource()
+            source: CompletionSource[str] = CompletionSource()
             operations.enter()
             operations.look(source, 0.0)
-            done = operations.run(source, lambda: names.append(threading.current_thread().name))
-        with pytest.raises(TransferTimeoutError):
-            done.wait(0.0)
-    done.wait(WAIT_S)
-    assert all(name.startswith("kvpool-copy") for name in names)
+            started.append(operations.run(source, lambda: threading.current_thread().name))
+        for done in started:
+            with pytest.raises(TransferTimeoutError):
+                done.wait(0.0)
+    assert all(done.wait(WAIT_S).startswith("kvpool-copy") for done in started)
 
 
 def test_a_waiter_that_is_interrupted_ends_the_operation_that_it_ran() -> None:
