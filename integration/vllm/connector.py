@@ -24,6 +24,7 @@ from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from kvpool.clock import SystemClock
+from kvpool.errors import ConfigError
 from kvpool.integration.vllm.engine import (
     read_namespace,
     read_shape,
@@ -34,7 +35,7 @@ from kvpool.integration.vllm.kv_events import EventWriter, StoredParts, extra_of
 from kvpool.integration.vllm.lookup import Lookups
 from kvpool.integration.vllm.options import read_options
 from kvpool.integration.vllm.plan import StepPlan
-from kvpool.integration.vllm.pools import POOLS, attach_pool
+from kvpool.integration.vllm.pools import POOLS, attach_pool, named_by
 from kvpool.integration.vllm.publishing import Ledger
 from kvpool.integration.vllm.scheduler import SchedulerSide
 from kvpool.integration.vllm.stats import KvpoolPromMetrics, KvpoolStats
@@ -78,6 +79,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
             CacheHitSource.HOST if sure else CacheHitSource.EXTERNAL_UNSPECIFIED
         )
         self._refused: set[str] = set()
+        self._registered = False
         try:
             if role is KVConnectorRole.SCHEDULER:
                 self._scheduler = self._make_scheduler(vllm_config, kv_cache_config)
@@ -89,6 +91,7 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         options, shape = self._options, self._shape
         namespace = read_namespace(vllm_config, kv_cache_config, shape, options.salt)
         if self._pool is not None:
+            namespace = named_by(self._pool, namespace)
             patience_s = options.lookup_timeout_s
             self._lookups = Lookups(self._pool, shape, self._clock, patience_s)
         ledger = None
@@ -178,7 +181,13 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
     # ---- worker ----------------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Take the engine's tensors."""
+        """Take the engine's tensors. Raises ConfigError if they are a second engine's."""
+        if self._registered:
+            raise ConfigError(
+                "this process has an engine with this connector, and vLLM keeps one connector a "
+                "process: shut that engine down first, or run each in a process of its own"
+            )
+        self._registered = True
         if self._pool is not None:
             rank = get_tensor_model_parallel_rank()
             self._worker = WorkerSide(

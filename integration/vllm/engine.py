@@ -236,7 +236,8 @@ def read_namespace(
         weights=weights.hexdigest(),
         compute_dtype=str(model.dtype),
         kv_dtype=str(cache.cache_dtype),
-        quantisation=str(model.quantization or ""),
+        # What is not quantised, and how each layer is, changes the weights that are computed with.
+        quantisation=f"{model.quantization or ''}/{model.quantization_config or ''}".strip("/"),
         block_tokens=shape.block_tokens,
         layout="/".join(layout),
         salt=salt,

@@ -3,6 +3,7 @@
 Never reads the environment. Who calls it: the connector.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,19 +69,38 @@ def _size(name: str) -> Callable[[Any], int]:
     return lambda value: parse_size(str(value), key=name)
 
 
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError("write a text")
+    return value
+
+
+def _path(value: Any) -> Path:
+    if not _text(value):
+        raise ValueError("name a file or folder, or leave the setting out")
+    return Path(value)
+
+
+def _seconds(value: Any) -> float:
+    seconds = float(value)
+    if isinstance(value, bool) or not math.isfinite(seconds):
+        raise ValueError("write a number of seconds")
+    return seconds
+
+
 # Setting -> (field, how a JSON value becomes the field's).
 _SETTINGS: Final[Mapping[str, tuple[str, Callable[[Any], Any]]]] = {
-    "server": ("server", str),
-    "token_file": ("token_file", Path),
-    "ca_file": ("ca_file", Path),
+    "server": ("server", _text),
+    "token_file": ("token_file", _path),
+    "ca_file": ("ca_file", _path),
     "dram": ("dram_bytes", _size("dram")),
-    "ssd": ("ssd", Path),
+    "ssd": ("ssd", _path),
     "ssd_bytes": ("ssd_bytes", _size("ssd_bytes")),
     "staging": ("staging_bytes", _size("staging")),
-    "salt": ("salt", str),
-    "lookup_timeout_s": ("lookup_timeout_s", float),
-    "load_timeout_s": ("load_timeout_s", float),
-    "store_timeout_s": ("store_timeout_s", float),
+    "salt": ("salt", _text),
+    "lookup_timeout_s": ("lookup_timeout_s", _seconds),
+    "load_timeout_s": ("load_timeout_s", _seconds),
+    "store_timeout_s": ("store_timeout_s", _seconds),
 }
 
 

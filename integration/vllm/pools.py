@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvpool.base import BlockPool
-from kvpool.block import BlockLayout
+from kvpool.block import BlockLayout, Namespace
 from kvpool.client.access import ClientAccess
 from kvpool.client.connect import connect
 from kvpool.client.secret_file import read_secret
@@ -117,6 +117,15 @@ def _access(options: ConnectorOptions) -> ClientAccess:
                 f"ca_file: {options.ca_file} cannot be read: {error.strerror}", key="ca_file"
             ) from error
     return ClientAccess(token=token, ca=ca)
+
+
+def named_by(pool: BlockPool, namespace: Namespace) -> Namespace:
+    """Return the namespace as the pool has it: with a tenant's salt, where servers tell tenants apart.
+
+    Raises:
+        PeerUnreachableError: No server of the ring answers.
+    """
+    return pool.chain(namespace, ()).namespace
 
 
 def attach_pool(engine: str, options: ConnectorOptions, layout: BlockLayout) -> BlockPool | None:

@@ -59,6 +59,14 @@ def test_ranks_with_the_same_heads_store_once() -> None:
         {"server": "/x", "ca_file": "/c"},
         {"dram": "1GiB", "load_timeout_s": 0},
         {"dram": "1GiB", "load_timeout_s": "soon"},
+        {"dram": "1GiB", "load_timeout_s": float("inf")},
+        {"dram": "1GiB", "load_timeout_s": True},
+        {"dram": "1GiB", "salt": None},
+        {"dram": "1GiB", "salt": 7},
+        {"server": None},
+        {"dram": True},
+        {"dram": "1GiB", "ssd": "", "ssd_bytes": "1GiB"},
+        {"server": "10.0.0.5:7420", "token_file": ""},
     ],
 )
 def test_wrong_settings_are_refused(extra: dict[str, object]) -> None:
