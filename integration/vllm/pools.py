@@ -16,7 +16,7 @@ from kvpool.client.access import ClientAccess
 from kvpool.client.connect import connect
 from kvpool.client.secret_file import read_secret
 from kvpool.config import PoolConfig, SsdConfig, TransferConfig
-from kvpool.errors import ConfigError, LayoutMismatchError
+from kvpool.errors import ConfigError, LayoutMismatchError, PeerUnreachableError
 from kvpool.integration.vllm.options import ConnectorOptions
 from kvpool.pool import Pool
 from kvpool.tiers.stack import StackTier
@@ -97,7 +97,12 @@ def open_pool(options: ConnectorOptions, layout: BlockLayout) -> BlockPool:
             request_timeout_s=options.load_timeout_s,
             read_timeout_s=options.load_timeout_s / 4,  # there may be other replicas to ask
         )
-        return connect(options.server, layout, config=config, access=_access(options))
+        try:
+            return connect(options.server, layout, config=config, access=_access(options))
+        except PeerUnreachableError as error:
+            raise PeerUnreachableError(
+                f"no kvpool-server answers at {options.server}: start it before the engine: {error}"
+            ) from error
     ssd = None
     if options.ssd is not None:
         ssd = SsdConfig(folder=options.ssd, capacity_bytes=options.ssd_bytes)
