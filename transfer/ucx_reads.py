@@ -8,7 +8,7 @@ bytes move. Who calls it: the UCX endpoint.
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,9 @@ from kvpool.transfer.ucx_connection import error_of
 if TYPE_CHECKING:
     from kvpool._native import CData
 
+# KV heads of a layout that can be read: an answer carries the checksums of a layer of a block
+# (KVP_ASK_CRCS_MAX in native/src/ucx_wire.h).
+HEADS_MAX: Final = 1024
 # Told of a read's end on the engine's thread: its status, the library's code, the leading good slots.
 Ended = Callable[[int, int, int], None]
 
@@ -102,6 +105,11 @@ def block_job(
         raise UsageError(
             f"slots of {slot_bytes} bytes and {region.crc_count} checksums do not hold"
             f" {source_layout.block_bytes} bytes and {source_layout.crc_count} checksums"
+        )
+    if source_layout.kv_heads > HEADS_MAX:
+        raise UsageError(
+            f"blocks of {source_layout.kv_heads} KV heads: over UCX at most {HEADS_MAX}, so let"
+            " several parts hold them"
         )
     dest = require_dest(dest, source, source_layout, dest_layer, crcs)
     layout = source_layout

@@ -5,12 +5,13 @@ it ends reads as C would.
 """
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from kvpool._native import lib
-from kvpool.block import Incarnation
+from kvpool.block import BlockLayout, Incarnation
 from kvpool.errors import (
     CancelledTransferError,
     CapacityError,
@@ -28,7 +29,7 @@ from kvpool.memory import Span
 from kvpool.testing.blocks import SMALL_LAYOUT, view_of
 from kvpool.testing.pair import empty
 from kvpool.transfer.base import RegionDescriptor, RemoteSlots
-from kvpool.transfer.ucx_reads import Ended, Job, PeerRegion, Reads, block_job, span_job
+from kvpool.transfer.ucx_reads import HEADS_MAX, Ended, Job, PeerRegion, Reads, block_job, span_job
 
 LAYOUT = SMALL_LAYOUT
 WAIT_S = 20.0
@@ -173,3 +174,20 @@ def test_slots_of_another_shape_are_refused() -> None:
     other = replace(LAYOUT, kv_heads=LAYOUT.kv_heads * 2, k_dim=LAYOUT.k_dim // 2)
     with pytest.raises((LayoutMismatchError, UsageError)):
         block_job(REGION, view_of(other, empty(other, 1)), source(1), LAYOUT, None, None)
+
+
+def test_more_heads_than_an_answer_has_room_for_are_refused_as_such() -> None:
+    """Not as a layer that is too large for the inbox, which a larger inbox would not mend."""
+    wire = (Path(__file__).resolve().parents[3] / "native" / "src" / "ucx_wire.h").read_text()
+    assert f"KVP_ASK_CRCS_MAX = {HEADS_MAX} " in wire
+    for heads in (HEADS_MAX, HEADS_MAX + 1):
+        layout = BlockLayout(num_layers=1, kv_heads=heads, block_tokens=16, k_dim=1, v_dim=0)
+        region = PeerRegion(
+            RegionDescriptor(Incarnation(bytes(16)), 0, 1, layout.block_bytes), layout.crc_count
+        )
+        dest, source = view_of(layout, empty(layout, 1)), RemoteSlots(0, (0,), (1,))
+        if heads <= HEADS_MAX:
+            assert block_job(region, dest, source, layout, None, None).slots == (0,)
+            continue
+        with pytest.raises(UsageError, match="1025 KV heads: over UCX at most 1024"):
+            block_job(region, dest, source, layout, None, None)
