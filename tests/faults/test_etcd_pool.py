@@ -220,7 +220,7 @@ def test_all_join_that_start_at_once_and_what_they_take_stays_flat(
 
         def work(client: int) -> None:
             rng = random.Random(client)
-            for _ in range(count(10, 100)):
+            for _ in range(count(10, 20)):
                 number = rng.randrange(40)
                 if rng.random() < 0.5:
                     _store(pools[client], number)
