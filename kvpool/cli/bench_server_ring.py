@@ -48,7 +48,7 @@ class Servers:
             f'[[ring.members]]\nname = "n{number}"\naddress = "{address}"'
             for number, address in enumerate(self.addresses)
         )
-        started = []
+        started: list[subprocess.Popen[str]] = []
         for number, address in enumerate(self.addresses):
             config = folder / f"n{number}.toml"
             config.write_text(
