@@ -1,8 +1,9 @@
 """What the pool has of a request, asked for beside the scheduler, which must never wait.
 
 Owns one thread, and the answers until they are used. A lookup that takes too long is a miss; after
-the first such, every request is a miss at once, until the pool answers again. Who calls it: the
-scheduler's side of the connector, from the scheduler's thread alone.
+the first such, every request is a miss at once, until the pool answers again. Time in line behind
+others' lookups is no fault of the pool's. Who calls it: the scheduler's side of the connector, from the
+scheduler's thread alone.
 """
 
 import logging
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 # Lookups that may wait for the thread; one more is a miss at once.
 LOOKUPS_MAX: Final = 1024
+# A request waits so many times as long in line, behind lookups that are answered, as for its own.
+_LINE_PATIENCES: Final = 10
 # Blocks of one question whether claims still hold: no more than a ring asks one by one. And questions
 # at a time, each of which ends at the first block that is gone; a thread that looks is not for long.
 _CHECK_BLOCKS: Final = 32
@@ -104,13 +107,14 @@ class _Lookup:
 class Lookups:
     """Answers by request. Nothing is called under ``_lock``.
 
-    ``_lock`` guards ``_waiting``, ``_failing`` and ``_lost``.
+    ``_lock`` guards ``_waiting``, ``_failing``, ``_begun`` (of the lookup that the thread is at) and
+    ``_lost``.
 
     Args:
         pool: Whom to ask; the caller closes it after ``close``.
         shape: What the engine's blocks are.
         clock: Of patience.
-        patience_s: How long a request waits.
+        patience_s: How long a lookup may take.
     """
 
     def __init__(
@@ -123,6 +127,7 @@ class Lookups:
         self._lock = threading.Lock()
         self._waiting = 0
         self._failing = False
+        self._begun: float | None = None
         self._asked: dict[str, _Lookup] = {}
         self._lost: list[Doubt] = []
         self._thread = ThreadPoolExecutor(1, "kvpool-lookup")
@@ -141,13 +146,18 @@ class Lookups:
                 self._probe()
             else:
                 self._submit(lookup)
-        if lookup.blocks is None and (
-            self._failing or self._clock.now() - lookup.since >= self._patience_s
-        ):
-            with self._lock:
-                self._failing = True
+        if lookup.blocks is None and self._is_over(lookup):
             lookup.blocks = 0  # what the thread may still find is not looked at
         return lookup.blocks
+
+    def _is_over(self, lookup: _Lookup) -> bool:
+        """Say whether a request has waited long enough: for a pool that is silent, or in line."""
+        now = self._clock.now()
+        with self._lock:
+            if self._begun is not None and now - self._begun >= self._patience_s:
+                self._failing = True
+            failing = self._failing
+        return failing or now - lookup.since >= _LINE_PATIENCES * self._patience_s
 
     def answer(self, request: str) -> int | None:
         """Return what ``ask`` answered, None if it has not, or was not called since ``forget``."""
@@ -231,6 +241,8 @@ class Lookups:
         begin = self._clock.now()
         try:
             if lookup.blocks is None:  # nobody gave it up
+                with self._lock:
+                    self._begun = begin
                 found = longest_prefix(self._pool, self._shape, lookup.namespace, lookup.hashes)
                 slow = self._clock.now() - begin >= self._patience_s
                 with self._lock:
@@ -244,5 +256,6 @@ class Lookups:
         finally:
             with self._lock:
                 self._waiting -= 1
+                self._begun = None
             if lookup.blocks is None:
                 lookup.blocks = found

@@ -1,7 +1,7 @@
 """Lookups: the longest prefix that is valid everywhere, found without the scheduler waiting."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -87,6 +87,7 @@ def test_asking_never_waits_and_patience_ends() -> None:
         lookups = Lookups(pool, shape(FULL), clock, patience_s=1.0)
         assert lookups.ask("one", NAMESPACE, hashes(4)) is None
         assert lookups.answer("one") is None
+        until(lambda: lookups._begun is not None, "its begin")
         clock.advance(0.9)
         assert lookups.ask("one", NAMESPACE, hashes(4)) is None
         clock.advance(0.2)
@@ -107,6 +108,54 @@ def test_asking_never_waits_and_patience_ends() -> None:
 
         until(found, "patience")
         lookups.close()
+
+
+class BusyPool(Pool):
+    """Takes half of the patience for each match; the last in line asks meanwhile."""
+
+    clock: ManualClock
+    meanwhile: Callable[[], None]
+
+    def match(self, chain: Chain) -> Match:
+        self.clock.advance(0.5)
+        self.meanwhile()
+        return super().match(chain)
+
+
+def test_a_burst_of_requests_is_no_fault_of_the_pool() -> None:
+    """They wait for each other, longer than one may wait for the pool: all of them find their blocks."""
+    with BusyPool.open(LAYOUT, PoolConfig(dram_bytes=64 * 4096)) as pool:
+        pool.clock = ManualClock()
+        store(pool, FULL, list(range(10)))
+        lookups = Lookups(pool, shape(FULL), pool.clock, patience_s=1.0)
+        names = [f"request {number}" for number in range(16)]
+        told: list[int | None] = []
+        pool.meanwhile = lambda: told.append(lookups.ask(names[-1], NAMESPACE, hashes(4)))
+        go = threading.Event()
+        lookups._thread.submit(go.wait, 30)
+        for name in names:
+            assert lookups.ask(name, NAMESPACE, hashes(4)) is None
+        go.set()
+        until(lambda: not lookups._waiting, "the end of all")
+        assert told == [None] * 16
+        assert [lookups.answer(name) for name in names] == [4] * 16
+        assert not lookups._failing
+        lookups.close()
+
+
+def test_the_line_has_an_end(pool: Pool) -> None:
+    """Whoever waited long behind others is computed; the pool is not blamed."""
+    clock, go = ManualClock(), threading.Event()
+    lookups = Lookups(pool, shape(FULL), clock, patience_s=1.0)
+    lookups._thread.submit(go.wait, 30)
+    assert lookups.ask("one", NAMESPACE, hashes(4)) is None
+    clock.advance(9.9)
+    assert lookups.ask("one", NAMESPACE, hashes(4)) is None
+    clock.advance(0.2)
+    assert lookups.ask("one", NAMESPACE, hashes(4)) == 0
+    assert not lookups._failing
+    go.set()
+    lookups.close()
 
 
 def test_claims_that_were_lost_are_found(pool: Pool) -> None:
