@@ -128,10 +128,14 @@ class Completion(Generic[T]):
 
 
 class CompletionSource(Generic[T]):
-    """The worker's side: advances and ends one completion. The first end wins, later ones are lost."""
+    """The worker's side: advances and ends one completion. The first end wins, later ones are lost.
 
-    def __init__(self) -> None:
-        self.completion: Completion[T] = Completion()
+    Args:
+        completion: The reader's side, nobody else's yet; None makes one.
+    """
+
+    def __init__(self, completion: Completion[T] | None = None) -> None:
+        self.completion: Completion[T] = Completion() if completion is None else completion
 
     @property
     def cancel_requested(self) -> bool:

@@ -73,11 +73,11 @@ class _Helped(Completion[int]):
 class _Read:
     """One submitted read. Guarded by the engine's lock, except ``pull`` and ``deadline``."""
 
-    def __init__(self, pull: Pull, owner: object, deadline_s: float) -> None:
+    def __init__(self, pull: Pull, owner: object, deadline_s: float, engine: "CopyEngine") -> None:
         self.pull = pull
         self.owner = owner
         self.deadline = Deadline(deadline_s)
-        self.source: CompletionSource[int] = CompletionSource()
+        self.source = CompletionSource(_Helped(engine, self))
         self.next_batch = 0
         self.active = 0
         self.good = pull.batches[-1][1]
@@ -168,8 +168,7 @@ class CopyEngine:
         require_deadline(deadline_s)
         if not pull.batches:
             raise UsageError("a read of nothing")
-        read = _Read(pull, owner, deadline_s)
-        read.source.completion = _Helped(self, read)
+        read = _Read(pull, owner, deadline_s, self)
         with self._changed:
             if self._closed:
                 raise ClosedError("the transport is closed")

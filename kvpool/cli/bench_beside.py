@@ -29,7 +29,7 @@ _BLOCKS: Final = 16
 _READS: Final = 8
 # Reads of a peer that is stopped wait for this: longer than a sample takes.
 _STOPPED_S: Final = 2.0
-_ROUNDS: Final = 4
+_ROUNDS: Final = 8
 
 
 def cases(quick: bool) -> list[Case]:
