@@ -1,11 +1,12 @@
 """Loads and stores of the worker's side, between an engine's tensors and a real pool."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
 import torch
 
-from kvpool.base import Match
+from kvpool.base import Lease, Match
+from kvpool.completion import Completion, CompletionSource
 from kvpool.config import PoolConfig
 from kvpool.integration.vllm import loading
 from kvpool.integration.vllm.cache import GroupCache
@@ -15,6 +16,7 @@ from kvpool.integration.vllm.plan import LoadOrder
 from kvpool.integration.vllm.saving import Saver
 from kvpool.integration.vllm.shape import BlockRun, part_chain
 from kvpool.integration.vllm.slots import Slots
+from kvpool.memory import BlockView
 from kvpool.pool import Pool, PoolLease
 from tests.server_process import until
 from tests.unit.integration.vllm.scene import FULL, LAYOUT, NAMESPACE, hashes, shape
@@ -83,6 +85,90 @@ def test_a_step_that_failed_stores_nothing(
     until(lambda: slots.free == slots.count, "the slots")
     assert found(pool) == 3
     saver.close()
+
+
+class BrokenCache(GroupCache):
+    """Fails to copy the second layer."""
+
+    def copy_out(self, block_ids: Sequence[int], slots: BlockView, layers: range) -> None:
+        if 1 in layers:
+            raise OSError("planted")
+        super().copy_out(block_ids, slots, layers)
+
+
+def test_a_copy_that_failed_is_not_stored(pool: CountingPool, memory: torch.Tensor) -> None:
+    slots = Slots(LAYOUT, 8 * LAYOUT.block_bytes)
+    whole = caches(memory)[0]
+    broken = {0: BrokenCache(whole.view, whole.layers)}
+    saver = Saver(lane(pool, broken, slots, 20.0))
+    save(saver, "a", "b")
+    until(lambda: slots.free == slots.count, "the slots")
+    assert found(pool) == 0
+    saver.close()
+
+
+class ShortPool(CountingPool):
+    """Says of each load that so many blocks came; None: says nothing until it is asked to."""
+
+    delivers: int | None = None
+    under_way: list[CompletionSource[int]]
+
+    def load(
+        self, lease: Lease, dest: BlockView, *, first: int = 0, deadline_s: float
+    ) -> Completion[int]:
+        source: CompletionSource[int] = CompletionSource()
+        if self.delivers is None:
+            self.under_way.append(source)
+        else:
+            source.finish(self.delivers)
+        return source.completion
+
+
+@pytest.fixture
+def short() -> Iterator[ShortPool]:
+    with ShortPool.open(LAYOUT, PoolConfig(dram_bytes=64 * 4096)) as pool:
+        pool.under_way = []
+        yield pool
+
+
+def fill(pool: Pool, memory: torch.Tensor) -> None:
+    saver = Saver(lane(pool, caches(memory), Slots(LAYOUT, 8 * LAYOUT.block_bytes), 20.0))
+    save(saver, "a", "b")
+    until(lambda: found(pool) == 3, "the store")
+    saver.close()
+
+
+def failed_load(loader: Loader) -> bool:
+    """Run one load, which fails, to its end."""
+    loader.start(NAMESPACE, LoadOrder("r", (RUN,)))
+    until(lambda: loader.counts()["failed_loads"] == 1, "the end")
+    return loader.take_ended() == ({"r"}, {"r"})
+
+
+def test_a_load_that_falls_short_enters_nothing(short: ShortPool, memory: torch.Tensor) -> None:
+    fill(short, memory)
+    short.delivers = 2
+    other = torch.zeros_like(memory)
+    slots = Slots(LAYOUT, 8 * LAYOUT.block_bytes)
+    loader = Loader(lane(short, caches(other), slots, 20.0))
+    assert failed_load(loader)
+    assert not other.any()
+    until(lambda: slots.free == slots.count, "the slots")
+    loader.close()
+
+
+def test_slots_that_may_still_be_written_are_not_free(
+    short: ShortPool, memory: torch.Tensor
+) -> None:
+    """The load's time is over and its end told, but the pool has not let go of its slots."""
+    fill(short, memory)
+    slots = Slots(LAYOUT, 8 * LAYOUT.block_bytes)
+    loader = Loader(lane(short, caches(memory), slots, 0.2))
+    until(lambda: failed_load(loader) and bool(short.under_way), "a load that was begun in time")
+    assert slots.free == slots.count - 3
+    short.under_way[0].finish(3)
+    until(lambda: slots.free == slots.count, "the slots")
+    loader.close()
 
 
 def test_the_same_bytes_come_back(pool: CountingPool, memory: torch.Tensor) -> None:

@@ -94,6 +94,10 @@ def test_a_request_whose_loads_fail_is_computed(pool: Pool, side: SchedulerSide)
         side.allocated(asked, ([3, 4, 5], [3, 4, 5]), expected[0] or 0)
         assert len(side.plan(step({}, {})).loads) == bool(expected[0])
         side.failed(["r", "gone"])
+    # What the pool had once is stored with the rest: it is not there any more.
+    tables = {"r": ([3, 4, 5, 6], [3, 4, 5, 6])}
+    plan = side.plan(step(tables, {"r": (0, 4 * SIZE)}))
+    assert [run.block_ids for run in plan.stores] == [(3, 4, 5, 6)] * 2
 
 
 @pytest.mark.parametrize("why", ["adapter", "reset"])
