@@ -226,7 +226,9 @@ class PoolService:
 
     async def _evict(self, request: protocol.EvictRequest) -> protocol.EvictReply:
         self._served.tenancy.require_operator()
-        return protocol.EvictReply(blocks=self._served.get().tier.evict(request.blocks))
+        evict, loop = self._served.get().tier.evict, asyncio.get_running_loop()
+        count = await loop.run_in_executor(self._served.executor, evict, request.blocks)
+        return protocol.EvictReply(blocks=count)
 
     async def _verify(self, request: protocol.Done) -> protocol.VerifyReply:
         self._served.tenancy.require_operator()

@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 STORE_NAME: Final = "pool"
 # Names entered or dropped at once: the event loop, which answers look-ups, stands for some 25 ms.
 NAMES_MAX: Final = 2048
+# Names of one look-up: some 20 ms. A prompt is looked up by its runs, 64 blocks each.
+LOOKUP_NAMES_MAX: Final = 1 << 16
 # A node that was silent for so many intervals is hidden until it is heard again.
 _SILENT_INTERVALS: Final = 5
 # How long the entries of a node that is gone are kept, in case it comes back.
@@ -156,6 +158,10 @@ class Shard:
     # ---- methods ---------------------------------------------------------------------------------
 
     async def _on_lookup(self, request: protocol.LookupRequest) -> protocol.LookupReply:
+        if len(request.names) > LOOKUP_NAMES_MAX * HASH_BYTES:
+            raise UsageError(
+                f"a look-up of {len(request.names)} bytes of names: ask for {LOOKUP_NAMES_MAX} at once"
+            )
         sets: dict[tuple[NodeId, ...], int] = {}
         holders: list[int] = []
         for stores in self._directory.lookup(request.names):
@@ -186,9 +192,12 @@ class Shard:
         store = Store(node, STORE_NAME, request.incarnation)
         self._directory.join(store)
         self._heard[node] = self._loop.time()
-        if request.names:
-            removed = request.kind == protocol.REMOVED
-            self.enter(store, "removed" if removed else "stored", request.names)
+        removed = request.kind == protocol.REMOVED
+        step = NAMES_MAX * HASH_BYTES
+        for at in range(0, len(request.names), step):
+            if at:
+                await asyncio.sleep(0)  # a sender may say more at once than this one would
+            self.enter(store, "removed" if removed else "stored", request.names[at : at + step])
         return reply
 
     async def _on_watch(self, request: protocol.Done) -> AsyncGenerator[protocol.Change]:

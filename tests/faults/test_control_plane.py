@@ -11,6 +11,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from kvpool.client import protocol
 from kvpool.client.rpc import MESSAGE_BYTES_MAX, Caller
 from kvpool.errors import UsageError
+from kvpool.server.shard import LOOKUP_NAMES_MAX, NAMES_MAX
 from tests.faults.pool_client import LAYOUT
 from tests.faults.test_ring import BLOCKS, chain, store
 from tests.ring import RingOfServers
@@ -75,6 +76,30 @@ def test_a_message_that_is_too_long_is_refused_and_the_next_one_served(caller: C
     with pytest.raises(UsageError):
         caller.call(protocol.MATCH, too_long, WAIT_S)
     assert caller.call(protocol.MATCH, protocol.MatchRequest(), WAIT_S).blocks == 0
+
+
+def test_no_message_holds_the_server_for_long(ring: RingOfServers, caller: Caller) -> None:
+    """More names in one message than a server says at once: taken in pieces, or refused."""
+    with closing(Caller(f"unix:{ring.nodes[0].folder}/run/{protocol.CONTROL_SOCKET}")) as local:
+        names = b"".join(number.to_bytes(32, "big") for number in range(1, 3 * NAMES_MAX))
+        news = protocol.AnnounceRequest(
+            version=protocol.PROTOCOL_VERSION,
+            node="elsewhere",
+            incarnation=bytes(16),
+            kind=protocol.STORED,
+            names=names,
+        )
+        local.call(protocol.ANNOUNCE, news, WAIT_S)
+        found = local.call(protocol.LOOKUP, protocol.LookupRequest(names=names), WAIT_S)
+        assert len(found.holders) == 3 * NAMES_MAX - 1
+        news.kind = protocol.REMOVED
+        local.call(protocol.ANNOUNCE, news, WAIT_S)
+        found = local.call(protocol.LOOKUP, protocol.LookupRequest(names=names), WAIT_S)
+        assert not found.holders
+    with pytest.raises(UsageError, match=f"ask for {LOOKUP_NAMES_MAX} at once"):
+        caller.call(
+            protocol.LOOKUP, protocol.LookupRequest(names=bytes(32 * LOOKUP_NAMES_MAX + 32)), WAIT_S
+        )
 
 
 def test_who_watches_is_told_what_comes_and_what_leaves(

@@ -132,7 +132,7 @@ def test_a_method_takes_nothing_that_is_no_request(
             grpc.secure_channel(scene.secure.address, grpc.ssl_channel_credentials(credentials.ca))
         )
         tokens = (token_of("red"), token_of("red"), token_of("red"), "x" * 64, "")
-        for _ in range(count(60, 60_000 if method != protocol.WATCH else 3_000)):
+        for _ in range(count(150, 10_000)):
             token = rng.choice(tokens)
             known = scene.known(client, rng)
             frames = [frame(method.request, known, rng) for _ in range(rng.randrange(1, 4))]
@@ -185,7 +185,7 @@ def test_what_is_no_grpc_is_hung_up_on(scene: Scene, count: Count) -> None:
     context = ssl.create_default_context(cafile=str(scene.secure.authority.ca))
     context.set_alpn_protocols(["h2"])
     control = str(scene.secure.process.run_dir / protocol.CONTROL_SOCKET)
-    for number in range(count(60, 15_000)):
+    for number in range(count(60, 5_000)):
         with suppress(OSError), ExitStack() as stack:
             if number % 3 == 0:
                 raw = stack.enter_context(socket.socket(socket.AF_UNIX))
@@ -204,7 +204,7 @@ def test_what_is_no_grpc_is_hung_up_on(scene: Scene, count: Count) -> None:
 def test_a_hello_of_shared_memory_is_right_or_refused(scene: Scene, count: Count) -> None:
     rng = random.Random("hello")
     path = str(scene.secure.process.run_dir / protocol.TRANSPORT_SOCKET)
-    for _ in range(count(150, 40_000)):
+    for _ in range(count(150, 20_000)):
         hostile = Hostile(path)
         with closing(Mailbox(hostile.incarnation)) as mailbox:
             changed = bytearray(encode(hostile.hello()))
@@ -218,7 +218,7 @@ def test_a_hello_of_shared_memory_is_right_or_refused(scene: Scene, count: Count
 def test_what_follows_a_hello_is_right_or_the_end(scene: Scene, count: Count) -> None:
     rng = random.Random("packets")
     path = str(scene.secure.process.run_dir / protocol.TRANSPORT_SOCKET)
-    for _ in range(count(60, 15_000)):
+    for _ in range(count(60, 5_000)):
         hostile = Hostile(path)
         with closing(Mailbox(hostile.incarnation)) as mailbox:
             hello = hostile.hello()
@@ -242,7 +242,7 @@ def notification(rng: random.Random, largest: int) -> bytes:
 def test_a_notification_names_a_client_and_no_more(scene: Scene, count: Count) -> None:
     rng = random.Random("notifications")
     path = str(scene.secure.process.run_dir / protocol.TRANSPORT_SOCKET)
-    for _ in range(count(20, 5_000)):
+    for _ in range(count(20, 1_500)):
         with HostTransport("fuzz") as transport:
             endpoint = transport.connect(path, WAIT_S)
             for _ in range(rng.randrange(1, 30)):
@@ -257,7 +257,7 @@ def test_a_notification_names_a_client_and_no_more(scene: Scene, count: Count) -
 def test_a_note_of_ucx_is_right_or_the_end(scene: Scene, count: Count) -> None:
     rng = random.Random("notes")
     with UcxTransport("fuzz") as transport:
-        for _ in range(count(25, 4_000)):
+        for _ in range(count(15, 1_500)):
             with closing(transport.connect(scene.ways["ucx"], WAIT_S)) as endpoint:
                 assert isinstance(endpoint, UcxEndpoint)
                 for _ in range(rng.randrange(1, 8)):
@@ -274,7 +274,7 @@ def test_noise_on_the_ports_of_ucx_is_no_peer(scene: Scene, count: Count) -> Non
     grpc_port = int(scene.secure.address.split(":")[1])
     ports = [port for port in ports if port not in (grpc_port, scene.secure.http)]
     assert ports
-    for _ in range(count(40, 10_000)):
+    for _ in range(count(40, 5_000)):
         with (
             suppress(OSError),
             socket.create_connection(("127.0.0.1", rng.choice(ports)), WAIT_S) as raw,

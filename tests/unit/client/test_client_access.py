@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import logging
+import threading
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, closing
@@ -24,6 +25,7 @@ from kvpool.metrics import Metrics
 from kvpool.server.from_settings import parts_of
 from kvpool.server.node import Node
 from kvpool.server.settings_file import parse_settings
+from tests.server_process import until
 
 LAYOUT = BlockLayout(num_layers=1, kv_heads=1, block_tokens=16, k_dim=8, v_dim=8)
 TOKEN = "t" * 64
@@ -112,7 +114,14 @@ def test_a_server_cannot_send_the_token_elsewhere() -> None:
                 await asyncio.to_thread(connect, seed, LAYOUT, 0.5, access=access)
         return failed.value
 
+    before = set(threading.enumerate())
     refused = asyncio.run(asked(SECRET))
+    until(
+        lambda: (
+            not any(one.name.startswith("kvpool-") for one in set(threading.enumerate()) - before)
+        ),
+        "nobody goes on trying",
+    )
     assert isinstance(refused, UsageError) and IN_THE_CLEAR in str(refused)
     assert isinstance(
         asyncio.run(asked(ClientAccess(token=TOKEN, insecure=True))), UnavailableError
