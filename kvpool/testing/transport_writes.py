@@ -103,6 +103,11 @@ class Desk:
         assert self.there.counts().free == SLOTS
 
 
+def shuffled(random: np.random.Generator, count: int) -> list[int]:
+    """Return 0 to ``count - 1`` in any order."""
+    return [int(at) for at in random.permutation(np.arange(count))]
+
+
 class WriteChecks(TransportScene):
     """Writes of flat bytes into a peer's slots."""
 
@@ -111,7 +116,7 @@ class WriteChecks(TransportScene):
         expected = desk.contents()
         random = np.random.default_rng(30)
         pairs: Pairs = []
-        for at in random.permutation(SLOTS):
+        for at in shuffled(random, SLOTS):
             for begin in range(0, self.layout.block_bytes, 512):
                 size, number = int(random.integers(1, 513)), int(random.integers(SLOTS))
                 offset = int(random.integers(self.layout.block_bytes - size + 1))
@@ -137,7 +142,7 @@ class WriteChecks(TransportScene):
         desk = Desk.open(pair, self.layout, seed=31)
         pairs = desk.scattered(0)
         random = np.random.default_rng(31)
-        pairs = [pairs[at] for at in random.permutation(len(pairs))[:1000]]
+        pairs = [pairs[at] for at in shuffled(random, len(pairs))[:1000]]
         assert pair.at_reader.write_spans(pairs, WAIT_S).wait(WAIT_S) == 2 * len(pairs)
         expected = np.full(self.layout.block_bytes, POISON, dtype=np.uint8)
         for _, dest in pairs:
@@ -272,19 +277,19 @@ class WriteChecks(TransportScene):
         """Under cancels and deadlines: what is complete is exact, and nothing beside it is touched."""
         desk = Desk.open(pair, self.layout, seed=39)
         random = np.random.default_rng(39)
-        begins = np.arange(0, self.layout.block_bytes, 64)
+        pieces = self.layout.block_bytes // 64
         between = (np.arange(self.layout.block_bytes) // 32) % 2 == 1  # never written
         complete = 0
         for _ in range(20):
             writes: list[tuple[int, int, Completion[int]]] = []
-            for at in random.permutation(SLOTS)[:5].tolist():
+            for at in shuffled(random, SLOTS)[:5]:
                 number = int(random.integers(SLOTS))
                 pairs = [
                     (
-                        desk.span(desk.sources[number], begin, 32),
-                        desk.dest(desk.into[at], begin, 32),
+                        desk.span(desk.sources[number], 64 * piece, 32),
+                        desk.dest(desk.into[at], 64 * piece, 32),
                     )
-                    for begin in random.permutation(begins).tolist()
+                    for piece in shuffled(random, pieces)
                 ]
                 deadline_s = float(random.choice([0.001, WAIT_S]))
                 write = pair.at_reader.write_spans(pairs, deadline_s)

@@ -1,6 +1,7 @@
 """The loopback transport passes the suite of transports, and the suite fails on planted bugs."""
 
 import itertools
+from collections.abc import Sequence
 
 from kvpool.block import BlockLayout, Incarnation
 from kvpool.completion import Completion, CompletionSource
@@ -9,7 +10,7 @@ from kvpool.memory import BlockView, Crcs
 from kvpool.testing.lossy import LossyEndpoint, LossyTransport
 from kvpool.testing.planted import failing_tests
 from kvpool.testing.transport_suite import TransportSuite
-from kvpool.transfer.base import Endpoint, RemoteSlots, Transport
+from kvpool.transfer.base import Endpoint, RemoteSlots, SlotSpan, Transport
 from kvpool.transfer.loopback import LoopbackNetwork, LoopbackTransport
 
 
@@ -25,7 +26,7 @@ class TestLoopbackTransport(TransportSuite):
 
 
 class _TrustingEndpoint(LossyEndpoint):
-    """A planted bug: whatever a read delivers, all of it counts as good."""
+    """Planted bugs: whatever a read delivers, all of it counts as good."""
 
     def read_blocks(
         self,
@@ -57,6 +58,16 @@ class _TrustingEndpoint(LossyEndpoint):
         inner.add_done_callback(ended)
         return outer.completion
 
+    def write_spans(
+        self, pairs: Sequence[tuple[SlotSpan, SlotSpan]], deadline_s: float, note: bytes = b""
+    ) -> Completion[int]:
+        """And however a write ends, it counts as done."""
+        outer: CompletionSource[int] = CompletionSource()
+        total = sum(there.size for _, there in pairs)
+        inner = super().write_spans(pairs, deadline_s, note)
+        inner.add_done_callback(lambda: outer.finish(total))
+        return outer.completion
+
 
 class _TrustingTransport(LossyTransport):
     def connect(
@@ -76,4 +87,6 @@ def test_the_suite_fails_on_a_transport_that_trusts_what_it_reads() -> None:
         "test_a_flipped_byte_ends_the_leading_blocks",
         "test_a_stale_generation_ends_the_leading_blocks",
         "test_checksums_of_the_caller_are_what_counts",
+        "test_slots_that_are_not_to_be_written_are_not",
+        "test_a_passed_deadline_ends_a_write",
     }
