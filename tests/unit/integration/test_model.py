@@ -1,6 +1,7 @@
 """What a model folder is read as, what is refused, and what keeps the KV of two models apart."""
 
 import json
+import random
 from collections.abc import Callable
 from pathlib import Path
 
@@ -85,6 +86,33 @@ def test_every_tensor_is_in_the_fingerprint(tmp_path: Path) -> None:
         save_file(changed, file, metadata={"format": "pt"})
         seen.add(fingerprint(tmp_path))
     assert len(seen) == 1 + len(tensors)
+
+
+def test_any_byte_of_a_tensor_is_in_the_fingerprint(tmp_path: Path) -> None:
+    """Training a few rows of a table changes the KV of their tokens alone."""
+    save_tiny(tmp_path)
+    file = tmp_path / "model.safetensors"
+    whole = file.read_bytes()
+    begin = 8 + int.from_bytes(whole[:8], "little")
+    rng = random.Random(0)
+    places = [begin, len(whole) - 1, *(rng.randrange(begin, len(whole)) for _ in range(30))]
+    seen = {fingerprint(tmp_path)}
+    for place in places:
+        damaged = bytearray(whole)
+        damaged[place] ^= 1
+        file.write_bytes(damaged)
+        seen.add(fingerprint(tmp_path))
+    assert len(seen) == 1 + len(set(places))
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+def test_a_file_that_was_not_copied_whole_is_refused(tmp_path: Path, more: int) -> None:
+    save_tiny(tmp_path)
+    file = tmp_path / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole[:more] if more < 0 else whole + bytes(more))
+    with pytest.raises(UsageError, match="copy the model again"):
+        fingerprint(tmp_path)
 
 
 def test_the_config_is_in_the_fingerprint(tmp_path: Path) -> None:
