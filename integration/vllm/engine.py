@@ -216,7 +216,11 @@ def read_namespace(
     config = model.hf_config.to_json_string(use_diff=False)
     if any(kind in config for kind in _UNSTABLE_ROPE):
         config += f"/{model.max_model_len}"
-    weights = hashlib.sha256(fingerprint(Path(model.model)).encode() + config.encode())
+    folder = Path(model.model)
+    weights = hashlib.sha256(fingerprint(folder).encode() + config.encode())
+    # The model's own code, and what makes tensors of images: neither is in its config.
+    for file in sorted({*folder.glob("*.py"), *folder.glob("*processor_config.json")}):
+        weights.update(hashlib.sha256(file.read_bytes()).digest())
     groups = [
         (type(group.kv_cache_spec).__name__, repr(group.kv_cache_spec), group.layer_names)
         for group in kv_cache_config.kv_cache_groups

@@ -128,6 +128,12 @@ def test_names_tell_apart_what_a_layout_does_not(
             names.add(name())
     assert name() == first
     assert len(names - {first}) == len(changes)
+    for file in ("modeling_tiny.py", "preprocessor_config.json"):
+        (Path(model.model) / file).write_text("{}")
+        names.add(name())
+        (Path(model.model) / file).unlink()
+    assert name() == first
+    assert len(names - {first}) == len(changes) + 1  # both have the same bytes
 
 
 def test_metrics_are_the_truth(engine: Engine) -> None:
