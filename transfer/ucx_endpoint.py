@@ -224,7 +224,11 @@ class UcxEndpoint(RemoteEndpoint[Job]):
     # ---- the end ---------------------------------------------------------------------------------
 
     def _submit(self, job: Job, deadline_s: float) -> Completion[int]:
-        return self._reads.submit(job, deadline_s)
+        try:
+            return self._reads.submit(job, deadline_s)
+        except ClosedError:
+            # The engine knows of an end that this endpoint is yet to be told of.
+            raise self.connection.gone() from None
 
     def _end_reads(self, error: KVPoolError) -> None:
         self._reads.end(error)

@@ -16,11 +16,13 @@ import numpy as np
 import pytest
 
 from kvpool.arena import Arena
+from kvpool.completion import Deadline
 from kvpool.errors import (
     CapacityError,
     ClosedError,
     ConfigError,
     InternalError,
+    KVPoolError,
     PeerUnreachableError,
     TransferTimeoutError,
     UsageError,
@@ -266,6 +268,38 @@ def test_too_many_connections_are_refused() -> None:
                 third.connect(there, WAIT_S)
                 with pytest.raises(CapacityError):
                     full.connect(address, WAIT_S)
+
+
+def test_an_end_that_nobody_was_told_of_yet_is_the_peers(owner: UcxTransport) -> None:
+    """The engine in C knows it first; until then a read is refused for that reason, too."""
+    arena = Arena(LAYOUT, 1, owner.incarnation)
+    owner.register(arena)
+    slots = publish(arena, payload(LAYOUT, 1, seed=2))
+    address = owner.listen(ANYWHERE, lambda endpoint: None)
+    out = empty(LAYOUT, 1)
+    told: list[type[Exception]] = []
+    asked = threading.Event()
+    with UcxTransport("reader", inbox_bytes=INBOX) as reader:
+        endpoint = reader.connect(address, WAIT_S)
+        assert isinstance(endpoint, UcxEndpoint)
+        engine = reader._engine
+
+        def ask() -> None:  # on the thread that would be told
+            engine.disconnect(endpoint.connection.id)
+            deadline = Deadline(WAIT_S)
+            while not told and deadline.remaining_s() > 0:
+                try:
+                    endpoint.read_spans([(Span.of(out[0]), named(0, slots), 0)], WAIT_S)
+                except CapacityError:
+                    continue
+                except KVPoolError as error:
+                    told.append(type(error))
+            asked.set()
+
+        assert engine.post(ask)
+        assert asked.wait(2 * WAIT_S)
+        assert told == [PeerUnreachableError]
+    arena.close()
 
 
 def test_an_endpoint_can_be_closed_from_its_own_callback(owner: UcxTransport) -> None:
