@@ -147,6 +147,8 @@ class TransferConfig:
             memory: UCX over TCP asks nobody who they are.
         advertise: Address that peers are told in place of ``ucx_host``; ``""``: the same.
         ucx_library: Path of the libucp to load; ``""``: chosen, and ``kvpool doctor`` says why.
+        ucx_transports: Which transports libucp may use, as ``UCX_TLS`` names them: ``"tcp"``, or such
+            as ``"rc,tcp"`` where there is RDMA, over which reads are gets.
         read_timeout_s: Longest that a replica may keep a lease or a load waiting without any sign of
             life before the next one is asked.
         replicas: Copies of each block that a store makes, on nodes of their own.
@@ -165,6 +167,7 @@ class TransferConfig:
     trusted_network: bool = False
     advertise: str = ""
     ucx_library: str = ""
+    ucx_transports: str = "tcp"
     read_timeout_s: float = 0.25
     replicas: int = 1
     ways: tuple[str, ...] = ("host", "ucx")
@@ -173,6 +176,12 @@ class TransferConfig:
         _require_positive(self, "transfer", "staging_bytes", "match_timeout_s", "request_timeout_s")
         _require_positive(self, "transfer", "read_timeout_s", "replicas")
         _require_positive(self, "transfer", "backoff_min_s", "stores_max", "completion_threads")
+        _require(
+            re.fullmatch(r"\^?[a-z0-9_]+(,[a-z0-9_]+)*", self.ucx_transports) is not None,
+            "transfer.ucx_transports",
+            self.ucx_transports,
+            "name transports as UCX_TLS does, such as tcp or rc,tcp",
+        )
         _require(
             self.backoff_max_s >= self.backoff_min_s,
             "transfer.backoff_max_s",

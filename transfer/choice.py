@@ -44,6 +44,7 @@ def open_transport(
         trusted_network=settings.trusted_network,
         advertise=settings.advertise or None,
         library=settings.ucx_library or None,
+        tls=settings.ucx_transports,
     )
 
 

@@ -136,7 +136,10 @@ class NativeEngine:
         engine = ffi.new("kvp_ucx **")
         status = lib.kvp_ucx_open(config, reason, len(reason), engine)
         if status != lib.KVP_OK:
-            raise ConfigError(f"UCX does not start: {text_of(reason)}", key="transfer.ucx")
+            raise ConfigError(
+                f"UCX does not start over {limits.tls} (transfer.ucx_transports): {text_of(reason)}",
+                key="transfer.ucx",
+            )
         return engine[0]
 
     def put_protocol(self) -> str:

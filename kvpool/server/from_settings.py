@@ -144,6 +144,7 @@ def _config(settings: FileSettings, run_dir: Path) -> ServerConfig:
             trusted_network=transfer.trusted_network,
             advertise=transfer.advertise,
             ucx_library=transfer.ucx_library,
+            ucx_transports=transfer.ucx_transports,
         ),
         directory_names_max=settings.ring.directory_names_max,
         announce_interval_s=settings.ring.announce_interval_s,

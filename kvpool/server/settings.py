@@ -150,6 +150,13 @@ class TransferSettings(Section, frozen=True, kw_only=True):
         str,
         msgspec.Meta(description="Path of the libucp to load; empty: chosen, see kvpool doctor"),
     ] = ""
+    ucx_transports: Annotated[
+        str,
+        msgspec.Meta(
+            description="Transports that libucp may use, as UCX_TLS names them; rc,tcp where there "
+            "is RDMA (not tested on such hardware)"
+        ),
+    ] = "tcp"
 
 
 class MemberSettings(Section, frozen=True, kw_only=True):

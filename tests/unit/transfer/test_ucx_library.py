@@ -184,3 +184,17 @@ def test_the_configuration_names_the_library() -> None:
         assert transport.library == of_wheel.path
     with pytest.raises(ConfigError, match="libucp"):
         open_transport("ucx", "named", TransferConfig(ucx_library="/nowhere/libucp.so"))
+
+
+@pytest.mark.ucx
+@pytest.mark.parametrize("transports", ["nothing", "", "tcp\0", "rc"])
+def test_transports_that_libucp_cannot_use_are_named(transports: str) -> None:
+    """``rc`` is RDMA, which the machines that tests run on have not got."""
+    with pytest.raises(ConfigError, match="transfer.ucx_transports"):
+        open_transport("ucx", "named", TransferConfig(ucx_transports=transports))
+
+
+@pytest.mark.ucx
+def test_the_configuration_names_the_transports() -> None:
+    with open_transport("ucx", "named", TransferConfig(ucx_transports="tcp,self")) as transport:
+        assert isinstance(transport, UcxTransport)
