@@ -115,7 +115,7 @@ static void start(const char *library, ucx_am_cb callback, void *arg)
     static const char *const settings[][2] = {
         {"TLS", "tcp"},           {"NET_DEVICES", "lo"},     {"RNDV_THRESH", "inf"},
         {"TCP_CM_REUSEADDR", "y"}, {"TCP_USER_TIMEOUT", "3s"}, {"TCP_KEEPIDLE", "2s"},
-        {"TCP_KEEPINTVL", "1s"},  {"TCP_AF_PRIO", "inet"},
+        {"TCP_KEEPINTVL", "1s"},  {"TCP_AF_PRIO", "inet"},      {"TCP_RX_SEG_SIZE", "8kb"},
     };
     char reason[256] = "";
     ucp = kvp_ucp_load(library, reason, sizeof(reason));

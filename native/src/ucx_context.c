@@ -18,6 +18,9 @@ static const struct {
 } SETTINGS[] = {
     /* Rendezvous keeps the put protocol from being zero-copy with error handling on. */
     {"RNDV_THRESH", "inf", true},
+    /* What comes with a put's header in one go is copied once more, from there to its place. With the
+     * library's 64 KiB that was all of a small put; a message takes 8 KiB at most. */
+    {"TCP_RX_SEG_SIZE", "8kb", false},
     {"TCP_CM_REUSEADDR", "y", false},
     /* Since 1.22. It finds a dead link under traffic; the batch's own deadline is the limit. */
     {"TCP_USER_TIMEOUT", "3s", false},
