@@ -70,6 +70,10 @@ def test_two_engines(sanitizer: str, objects: dict[str, list[Path]], tmp_path: P
     assert "zero-copy" in run("ucx_engine", sanitizer, objects, tmp_path)
 
 
+def test_cuts(objects: dict[str, list[Path]], tmp_path: Path) -> None:
+    run("ucx_cuts", "address", objects, tmp_path)
+
+
 @pytest.mark.parametrize("sanitizer", FLAGS)
 def test_reads_and_what_lies_about_them(
     sanitizer: str, objects: dict[str, list[Path]], tmp_path: Path, count: Count
