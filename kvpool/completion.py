@@ -37,6 +37,7 @@ class Completion(Generic[T]):
         self._cancel_requested = False
         self._callbacks: list[Callable[[], object]] = []
         self._runner: Callable[[], object] | None = None
+        self._starter: Callable[[], object] | None = None
         self._limit_s = math.inf
 
     def done(self) -> bool:
@@ -56,6 +57,7 @@ class Completion(Generic[T]):
         Raises:
             TransferTimeoutError: ``timeout_s`` passed. The operation goes on.
         """
+        self._start()
         with self._condition:
             if not self._condition.wait_for(
                 lambda: self._layers_ready > layer or self._done, timeout_s
@@ -75,6 +77,7 @@ class Completion(Generic[T]):
         runner = self._runner
         if runner is not None and timeout_s >= self._limit_s and not self._callbacks:
             runner()
+        self._start()
         with self._condition:
             if not self._condition.wait_for(lambda: self._done, timeout_s):
                 raise TransferTimeoutError(f"not complete within {timeout_s} s")
@@ -103,10 +106,19 @@ class Completion(Generic[T]):
     def add_done_callback(self, callback: Callable[[], object]) -> None:
         """Call ``callback`` once when done, from the thread that ends it; at once if done already."""
         with self._condition:
-            if not self._done:
+            waiting = not self._done
+            if waiting:
                 self._callbacks.append(callback)
-                return
-        callback()
+        if waiting:
+            self._start()
+        else:
+            callback()
+
+    def _start(self) -> None:
+        """Have the operation begun now, if its owner waits for somebody to ask for it."""
+        starter = self._starter
+        if starter is not None:
+            starter()
 
     def __await__(self) -> Generator[object, None, T]:
         """Await the end in asyncio; raises as ``result`` does."""
@@ -146,13 +158,19 @@ class CompletionSource(Generic[T]):
         """Say that the operation ends itself within ``limit_s``: not known before."""
         self.completion._limit_s = limit_s
 
-    def offer(self, runner: Callable[[], object]) -> None:
-        """Have a waiter whose patience is no shorter than ``bound`` call ``runner`` in its thread.
+    def offer(
+        self, runner: Callable[[], object], starter: Callable[[], object] | None = None
+    ) -> None:
+        """Say what whoever wants the operation's end calls first, any number of times.
 
-        Called any number of times, from any thread, until the end. It runs the operation if nobody
-        else does, and returns at once if it may not.
+        Args:
+            runner: Called by a waiter whose patience is no shorter than ``bound``: runs the operation
+                in its thread if nobody else does, and returns at once if it may not.
+            starter: Called, behind that, by a waiter and by who adds a callback: has a thread begin
+                the operation if nobody has. Returns at once.
         """
         self.completion._runner = runner
+        self.completion._starter = starter
 
     def advance(self, layers_ready: int) -> None:
         """Say that the leading ``layers_ready`` layers have arrived. Never goes back."""
@@ -180,7 +198,7 @@ class CompletionSource(Generic[T]):
             if target._done:
                 return False
             target._result, target._error, target._done = result, error, True
-            target._runner = None
+            target._runner = target._starter = None
             callbacks, target._callbacks = target._callbacks, []
             target._condition.notify_all()
         for callback in callbacks:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
+from kvpool.bell import Bell
 from kvpool.completion import Completion, CompletionSource, Deadline
 from kvpool.errors import (
     CancelledTransferError,
@@ -33,7 +34,8 @@ class Operations:
 
     One lock, ``_lock``, guards the count of operations; nothing is called under it. An operation that
     is alone runs in the thread that waits for it, if that comes first: handing it over and back takes
-    as long as copying a megabyte.
+    as long as copying a megabyte. So it is not handed over, either, before somebody adds a callback,
+    or waits and may not run it, or nobody has asked for it for 2 ms.
 
     Args:
         threads: Operations that run at the same time, on threads named ``kvpool-copy``.
@@ -48,6 +50,9 @@ class Operations:
         self._count = 0
         self._closed = False
         self._process = os.getpid()
+        # Of the one operation that is alone and that nobody has begun.
+        self._late: Callable[[], None] | None = None
+        self._bell = Bell(self._start_late, "kvpool-copy-late")
 
     def enter(self) -> None:
         """Count one operation, which ``run`` or ``leave`` must follow.
@@ -92,24 +97,48 @@ class Operations:
             if begun.acquire(blocking=False):
                 run_into(source, work, self.leave)
 
-        def run_alone() -> None:
-            if self._count == 1 and os.getpid() == self._process:
+        def start() -> None:
+            if begun.locked() or os.getpid() != self._process:
+                return
+            try:
+                self._threads.submit(run)
+            except RuntimeError:  # closed since it was entered: work() ends at its first look
                 run()
 
-        source.offer(run_alone)
-        try:
-            self._threads.submit(run)
-        except RuntimeError:  # closed since it was entered: work() ends at its first look
-            run()
+        def run_alone() -> None:
+            alone = self._count == 1 and os.getpid() == self._process
+            if alone and begun.acquire(blocking=False):
+                self._late = None  # this one, or none: nothing else is under way
+                self._bell.hush()
+                run_into(source, work, self.leave)
+
+        source.offer(run_alone, start)
+        if self._count == 1:
+            with self._lock:
+                self._late = start
+            self._bell.ring()
+        else:
+            self._start_late()
+            start()
+        if self._closed:  # whoever closed it may have looked for it before
+            start()
         return source.completion
 
     def close(self, timeout_s: float) -> None:
         """Refuse new operations and wait for those under way, which end at their next look."""
         with self._lock:
             self._closed = True
+        self._start_late()
         self._threads.shutdown(wait=False)
+        self._bell.close(timeout_s)
         with self._ended:
             self._ended.wait_for(lambda: self._count == 0, timeout_s)
+
+    def _start_late(self) -> None:
+        with self._lock:
+            start, self._late = self._late, None
+        if start is not None:
+            start()
 
 
 def run_into(

@@ -12,6 +12,7 @@ import traceback
 import weakref
 from typing import Final, Protocol
 
+from kvpool.bell import Bell
 from kvpool.completion import Completion, CompletionSource, Deadline
 from kvpool.errors import (
     CancelledTransferError,
@@ -68,6 +69,10 @@ class _Helped(Completion[int]):
         while not deadline.passed() and self._engine.help(self._read):
             pass
         return super().wait(deadline.remaining_s())
+
+    def _start(self) -> None:
+        if not self._done:
+            self._engine.begin(self._read)
 
 
 class _Read:
@@ -140,13 +145,19 @@ class CopyEngine:
         crew: As many threads in C, the caller of a copy included, that share one large copy.
 
     One read is spread over the threads. ``submit`` never waits: beyond ``reads_max`` it refuses.
-    One condition guards everything; no callback runs under it.
+    One lock, ``_lock``, guards everything; no callback runs under it. A read of one batch that is
+    alone wakes no thread: whoever waits for it copies, and a thread does if nobody has for 2 ms, or at
+    once if a callback is added.
     """
 
     def __init__(self, name: str, *, threads: int = 2, reads_max: int = 1024) -> None:
         self.reads_max = reads_max
         self.crew = Crew(max(1, threads))
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(
+            self._lock
+        )  # for the threads: there is work, or the end
+        self._ended = threading.Condition(self._lock)  # a read is over
         self._reads: dict[int, _Read] = {}
         self._sweep_at = 0.0
         self._closed = False
@@ -154,6 +165,7 @@ class CopyEngine:
             threading.Thread(target=self._work, name=f"{name}-{number}", daemon=True)
             for number in range(threads)
         ]
+        self._bell = Bell(self._wake, f"{name}-late")
         for thread in self._threads:
             thread.start()
 
@@ -175,8 +187,19 @@ class CopyEngine:
             if len(self._reads) >= self.reads_max:
                 raise CapacityError(f"{self.reads_max} reads are queued: wait for one to end")
             self._reads[id(read)] = read
-            self._changed.notify(len(pull.batches))
+            alone = len(self._reads) == len(pull.batches) == 1
+            if not alone:
+                self._changed.notify_all()
+        if alone:
+            self._bell.ring()
         return read.source.completion
+
+    def begin(self, wanted: "weakref.ref[_Read]") -> None:
+        """Have a thread begin a read whose first batch nobody has taken yet."""
+        read = wanted()
+        with self._changed:
+            if read is not None and id(read) in self._reads and read.next_batch == 0:
+                self._changed.notify()
 
     def help(self, wanted: "weakref.ref[_Read]") -> bool:
         """Copy one batch of a read on the caller's thread. False if there is none to take."""
@@ -190,6 +213,8 @@ class CopyEngine:
             read.refresh()
             if read.claimable():
                 batch = read.claim()
+                if len(self._reads) == 1:
+                    self._bell.hush()  # it was rung for this one
             else:
                 batch, ended = -1, self._take_over()
         _end_all(ended)
@@ -209,8 +234,8 @@ class CopyEngine:
 
     def drain(self, owner: object, timeout_s: float) -> bool:
         """Wait until no read of ``owner`` is left. False if one is after ``timeout_s``."""
-        with self._changed:
-            return self._changed.wait_for(
+        with self._ended:
+            return self._ended.wait_for(
                 lambda: all(read.owner is not owner for read in self._reads.values()), timeout_s
             )
 
@@ -225,6 +250,7 @@ class CopyEngine:
             self._changed.notify_all()
         _end_all(ended)
         deadline = Deadline(timeout_s)
+        self._bell.close(timeout_s)
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(deadline.remaining_s())
@@ -233,10 +259,17 @@ class CopyEngine:
 
     def after_fork(self) -> None:
         """Be closed in a child; see ``forked``. What was under way there never ends."""
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._ended = threading.Condition(self._lock)
         self._reads = {}
         self._threads = []
         self._closed = True
+
+    def _wake(self) -> None:
+        """Have the threads look for reads that nobody copies."""
+        with self._changed:
+            self._changed.notify_all()
 
     def _take_over(self) -> list[_Read]:
         """Remove the reads that are over. Under the lock; the caller ends them outside it."""
@@ -244,7 +277,7 @@ class CopyEngine:
         for read in ended:
             del self._reads[id(read)]
         if ended:
-            self._changed.notify_all()
+            self._ended.notify_all()
         return ended
 
     def _sweep(self) -> list[_Read]:
@@ -303,6 +336,6 @@ class CopyEngine:
                 read.refresh()
             over = read.over() and self._reads.pop(id(read), None) is not None
             if over:
-                self._changed.notify_all()
+                self._ended.notify_all()
         if over:
             read.end()

@@ -307,6 +307,21 @@ kvp_status kvp_mailbox_push(kvp_mailbox *mailbox, const uint8_t *payload, size_t
  * is damaged. `payload` has room for record_bytes. */
 kvp_status kvp_mailbox_pop(kvp_mailbox *mailbox, uint8_t *payload, size_t *size);
 
+/* ---- bell.c: to have somebody look after what nobody else does soon --------------------------- */
+
+typedef struct kvp_bell kvp_bell;
+
+kvp_status kvp_bell_open(kvp_bell **out);
+void kvp_bell_close(kvp_bell *bell); /* null is allowed; nobody waits any more */
+/* Have the thread in `kvp_bell_wait` hear it in 1 to 2 ms. Wakes it only if no ring has come for 32 ms:
+ * otherwise it is awake already. */
+void kvp_bell_ring(kvp_bell *bell);
+/* Take back the rings that nobody has heard. */
+void kvp_bell_hush(kvp_bell *bell);
+/* Wait until a ring is heard: true. False from `kvp_bell_end` on. For one thread. */
+bool kvp_bell_wait(kvp_bell *bell);
+void kvp_bell_end(kvp_bell *bell);
+
 /* ---- process.c ------------------------------------------------------------------------------- */
 
 /* Ask the kernel to send `signal_number` to this process when its parent dies (Linux): to be exact,

@@ -21,6 +21,7 @@ ADDRESS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 THREAD = ["-fsanitize=thread", "-Wno-tsan"]
 THREADED = {
     "test_arena",
+    "test_bell",
     "test_crew",
     "test_window",
     "test_mailbox",

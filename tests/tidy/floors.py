@@ -17,6 +17,7 @@ FLOORS: Mapping[str, int] = {
     "kvpool.events": 0,
     "kvpool.metrics": 0,
     "kvpool.arena": 0,
+    "kvpool.bell": 0,
     "kvpool.completion": 0,
     "kvpool._native": 0,
     "kvpool.tiers": 1,

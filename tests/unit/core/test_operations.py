@@ -1,3 +1,4 @@
+import gc
 import os
 import threading
 import warnings
@@ -219,3 +220,85 @@ def test_a_forked_child_runs_nothing_of_its_parents() -> None:
             os._exit(1)
         assert os.waitpid(child, 0)[1] == 0
     assert done.wait(WAIT_S) == 1
+
+
+def test_an_operation_that_nobody_waits_for_runs_all_the_same(operations: Operations) -> None:
+    for _ in range(3):  # the first finds everything asleep
+        ran = threading.Event()
+        operations.enter()
+        done = operations.run(CompletionSource[None](), ran.set)
+        assert ran.wait(WAIT_S)
+        assert done.wait(WAIT_S) is None
+
+
+def never_late(operations: Operations, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave it to those who ask for an operation to have it begun."""
+    monkeypatch.setattr(operations._bell, "ring", lambda: None)
+
+
+def test_a_waiter_wakes_no_thread(operations: Operations, monkeypatch: pytest.MonkeyPatch) -> None:
+    never_late(operations, monkeypatch)
+    monkeypatch.setattr(operations._threads, "submit", lambda run: pytest.fail("a thread is woken"))
+    source: CompletionSource[int] = CompletionSource()
+    operations.enter()
+    operations.look(source, WAIT_S)
+    assert operations.run(source, lambda: 1).wait(WAIT_S) == 1
+    assert operations._late is None
+
+
+def test_whoever_asks_for_an_operation_has_it_begun(
+    operations: Operations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never_late(operations, monkeypatch)
+    ended = threading.Event()
+    operations.enter()
+    operations.run(CompletionSource[int](), lambda: 1).add_done_callback(ended.set)
+    assert ended.wait(WAIT_S)
+    source: CompletionSource[int] = CompletionSource()
+
+    def work() -> int:
+        source.advance(1)
+        return 1
+
+    operations.enter()
+    assert operations.run(source, work).wait_layer(0, WAIT_S)
+
+
+def test_a_second_operation_has_the_first_begun(
+    operations: Operations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never_late(operations, monkeypatch)
+    begun = [threading.Event(), threading.Event()]
+    operations.enter()
+    operations.run(CompletionSource[None](), begun[0].set)
+    operations.enter()
+    operations.run(CompletionSource[None](), begun[1].set)
+    assert all(event.wait(WAIT_S) for event in begun)
+
+
+def test_close_ends_what_nobody_has_asked_for(
+    operations: Operations, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    never_late(operations, monkeypatch)
+    source: CompletionSource[int] = CompletionSource()
+    look = operations.look(source, WAIT_S)
+
+    def work() -> int:
+        look()
+        return 1
+
+    operations.enter()
+    done = operations.run(source, work)
+    operations.close(WAIT_S)
+    with pytest.raises(ClosedError):
+        done.result()
+
+
+def test_operations_that_are_forgotten_leave_no_thread() -> None:
+    operations = Operations(threads=1, operations_max=1)
+    bell = operations._bell._thread
+    assert bell.is_alive()
+    del operations
+    gc.collect()
+    bell.join(WAIT_S)
+    assert not bell.is_alive()

@@ -350,3 +350,37 @@ def test_who_helped_keeps_no_read(engine: CopyEngine) -> None:
     finally:
         gc.enable()
     assert kept.done()
+
+
+def test_a_read_that_nobody_waits_for_is_copied_all_the_same(engine: CopyEngine) -> None:
+    for _ in range(3):  # the first finds everything asleep
+        steps = Steps(1)
+        steps.let_go(1)
+        completion = engine.submit(steps, None, WAIT_S)
+        wait_until(completion.done)
+        assert completion.result() == 1
+
+
+def test_a_read_that_is_waited_for_is_copied_by_its_waiter_and_wakes_no_thread() -> None:
+    class Named(Steps):
+        def copy(self, begin: int, end: int) -> int:
+            self.thread = threading.current_thread()
+            return super().copy(begin, end)
+
+    engine = CopyEngine("test", threads=0)
+    steps = Named(1)
+    steps.let_go(1)
+    assert engine.submit(steps, None, WAIT_S).wait(WAIT_S) == 1
+    assert steps.thread is threading.current_thread()
+    engine.close()
+
+
+def test_a_callback_has_a_read_begun_at_once(
+    engine: CopyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine._bell, "ring", lambda: None)
+    steps = Steps(1)
+    steps.let_go(1)
+    ended = threading.Event()
+    engine.submit(steps, None, WAIT_S).add_done_callback(ended.set)
+    assert ended.wait(WAIT_S)
