@@ -168,6 +168,8 @@ class Placing:
             for node in self._nodes.usable()
             if store.durability != "ssd" or self._is_durable(node)
         ]
+        if len(usable) < 2:
+            return usable  # nobody need be asked who holds the chain
         near = [node for node in usable if node.pool.is_near()][:1]
         ringed = self._nodes.owners(store.chain[len(store.chain) - 1])
         held = [] if near else self._holders(store.chain)

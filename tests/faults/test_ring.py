@@ -101,6 +101,15 @@ def test_fewer_servers_than_replicas_are_said(ring: RingOfServers) -> None:
         assert "3 of 4 replicas" in result.refused
 
 
+def test_with_one_server_a_store_asks_nobody_where_to_go() -> None:
+    config = replace(PATIENT, ways=("ucx",))
+    with RingOfServers(1, DRAM_BYTES) as ring, ring.connect(LAYOUT, config) as pool:
+        before = pool.stats().extra["lookups"]
+        assert store(pool, 1) == StoreResult(BLOCKS, BLOCKS)
+        assert pool.stats().extra["lookups"] == before
+        until(lambda: pool.match(chain(pool, 1)).blocks == BLOCKS, "they are found")
+
+
 def test_a_stopped_server_wipes_nothing(ring: RingOfServers) -> None:
     with (
         ring.connect(LAYOUT) as patient,
