@@ -45,7 +45,11 @@ COUNTERS: Final = (
 )
 # How reads go: as puts of the slots' owner, as gets of the reader, or by the lanes there are.
 ReadMode = Literal["auto", "put", "get"]
-_READ_MODES: Final = {"auto": 0, "put": 1, "get": 2}  # kvp_ucx_read_mode
+_READ_MODES: Final = {
+    "auto": lib.KVP_UCX_READ_AUTO,
+    "put": lib.KVP_UCX_READ_PUT,
+    "get": lib.KVP_UCX_READ_GET,
+}
 # How often strangers at the listener are looked for: longer than a busy machine starves a thread.
 LOOK_S: Final = 5.0
 
