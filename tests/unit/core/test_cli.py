@@ -38,6 +38,7 @@ def test_names_are_the_ones_of_the_design() -> None:
         ),
         *(f"transfer.tcp.batch.{count}" for count in (4, 16, 64, 256, 1024)),
         *("transfer.tcp.submit.256", "transfer.tcp.idle"),
+        *("transfer.tcp.beside.killed", "transfer.tcp.beside.stopped"),
         "transfer.host.pull.64KiB",
         "transfer.host.pull.1MiB",
         "transfer.stream.overlap",
