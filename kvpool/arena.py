@@ -71,12 +71,13 @@ class Slots(Sequence[Slot]):
         generations: uint64 [slots].
     """
 
-    __slots__ = ("generations", "indices")
+    __slots__ = ("_native", "generations", "indices")
     __hash__ = None  # type: ignore[assignment]  # equal to a list of the same slots
 
     def __init__(self, indices: SlotNumbers, generations: Generations) -> None:
         self.indices = indices
         self.generations = generations
+        self._native: tuple[CData, CData] | None = None
 
     @classmethod
     def of(cls, slots: Slot | Sequence[Slot]) -> "Slots":
@@ -90,6 +91,16 @@ class Slots(Sequence[Slot]):
             np.fromiter((slot.index for slot in slots), dtype=np.uint32, count=count),
             np.fromiter((slot.generation for slot in slots), dtype=np.uint64, count=count),
         )
+
+    def native(self) -> "tuple[CData, CData]":
+        """Return indices and generations for the C core, which only reads them; made once."""
+        made = self._native
+        if made is None:
+            made = self._native = (
+                ffi.from_buffer("uint32_t[]", np.ascontiguousarray(self.indices)),
+                ffi.from_buffer("uint64_t[]", np.ascontiguousarray(self.generations)),
+            )
+        return made
 
     def __len__(self) -> int:
         return len(self.indices)
@@ -174,6 +185,7 @@ class Arena:
             )
         # Unmapped when its last holder is gone: this object until close(), a view, a call.
         self._arena: CData | None = ffi.gc(out[0], lib.kvp_arena_close)
+        self._base, self._stride = lib.kvp_arena_base(out[0]), lib.kvp_arena_slot_stride(out[0])
         if locked and lib.kvp_arena_lock(self._arena) != lib.KVP_OK:
             reason = ffi.errno
             self.close()
@@ -233,7 +245,7 @@ class Arena:
             )
         done = ffi.new("size_t *")
         buffer = ffi.from_buffer("uint32_t[]", flat)
-        status = lib.kvp_arena_commit(arena, *_arrays(run), names, buffer, done)
+        status = lib.kvp_arena_commit(arena, *run.native(), len(run), names, buffer, done)
         self._check(status, run, done[0], "reserved")
 
     def pin(self, slots: "Slot | Sequence[Slot]") -> None:
@@ -273,7 +285,7 @@ class Arena:
         out = np.empty((len(run), self.layout.num_layers, self.layout.kv_heads), dtype=np.uint32)
         done = ffi.new("size_t *")
         buffer = ffi.from_buffer("uint32_t[]", out, require_writable=True)
-        status = lib.kvp_arena_crcs(arena, *_arrays(run), buffer, done)
+        status = lib.kvp_arena_crcs(arena, *run.native(), len(run), buffer, done)
         self._check(status, run, done[0], "ready")
         return out
 
@@ -298,7 +310,7 @@ class Arena:
         if flat.size != expected or len(names) != len(slots) * len(NO_HASH):
             raise UsageError(f"{flat.size} checksums and {len(names)} bytes of names")
         buffer = ffi.from_buffer("uint32_t[]", flat)
-        status = lib.kvp_arena_publish(arena, *_arrays(slots), names, buffer)
+        status = lib.kvp_arena_publish(arena, *slots.native(), len(slots), names, buffer)
         self._check(status, slots, 0, "kept by its owner's ledger")
 
     def hide(self, numbers: SlotNumbers) -> None:
@@ -313,10 +325,8 @@ class Arena:
     def view(self, slots: Sequence[Slot], *, writable: bool = True) -> BlockView:
         """Describe slots for a copy. The caller holds them reserved or pinned meanwhile."""
         arena = self._open()
-        base = lib.kvp_arena_base(arena)
-        stride = lib.kvp_arena_slot_stride(arena)
         ids = Slots.of(slots).indices.astype(np.uint64)
-        return BlockView.canonical(self.layout, base, stride, ids, arena, writable)
+        return BlockView.canonical(self.layout, self._base, self._stride, ids, arena, writable)
 
     def counts(self) -> ArenaCounts:
         """Return a consistent snapshot."""
@@ -337,7 +347,7 @@ class Arena:
 
     def _change(self, arena: "CData", step: int, slots: "Slot | Sequence[Slot]") -> None:
         run, done = Slots.of(slots), ffi.new("size_t *")
-        status = lib.kvp_arena_change(arena, step, *_arrays(run), done)
+        status = lib.kvp_arena_change(arena, step, *run.native(), len(run), done)
         self._check(status, run, done[0], _NEEDED[step])
 
     def _check(self, status: int, slots: Slots, done: int, needed: str) -> None:
@@ -347,14 +357,6 @@ class Arena:
         if status in (lib.KVP_STALE, lib.KVP_BUSY, lib.KVP_INVALID):
             raise UsageError(f"{slot} is not {needed} in this life")
         raise InternalError(f"the arena answered {status} for {slot}")
-
-
-def _arrays(slots: Slots) -> "tuple[CData, CData, int]":
-    return (
-        ffi.from_buffer("uint32_t[]", np.ascontiguousarray(slots.indices)),
-        ffi.from_buffer("uint64_t[]", np.ascontiguousarray(slots.generations)),
-        len(slots),
-    )
 
 
 @contextmanager

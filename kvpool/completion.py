@@ -77,10 +77,11 @@ class Completion(Generic[T]):
         runner = self._runner
         if runner is not None and timeout_s >= self._limit_s and not self._callbacks:
             runner()
-        self._start()
-        with self._condition:
-            if not self._condition.wait_for(lambda: self._done, timeout_s):
-                raise TransferTimeoutError(f"not complete within {timeout_s} s")
+        if not self._done:
+            self._start()
+            with self._condition:
+                if not self._condition.wait_for(lambda: self._done, timeout_s):
+                    raise TransferTimeoutError(f"not complete within {timeout_s} s")
         return self.result()
 
     def result(self) -> T:

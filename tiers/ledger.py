@@ -133,7 +133,7 @@ class Ledger:
         added = np.zeros(len(slots), dtype=np.bool_)
         bad = ffi.new("size_t *")
         status = lib.kvp_ledger_commit(
-            self._ledger, *_arrays(slots), keys, parents, len(slots), _flags(added), bad
+            self._ledger, *slots.native(), keys, parents, len(slots), _flags(added), bad
         )
         self._check(status, slots, bad[0], "reserved")
         return added
@@ -144,7 +144,7 @@ class Ledger:
         kept = np.zeros(len(blocks.slots), dtype=np.bool_)
         lib.kvp_ledger_restore(
             self._ledger,
-            *_arrays(blocks.slots),
+            *blocks.slots.native(),
             blocks.keys,
             blocks.parents,
             len(blocks.slots),
@@ -214,7 +214,7 @@ class Ledger:
         keys, parents = _names(len(slots)), _names(len(slots))
         ready = np.zeros(len(slots), dtype=np.bool_)
         lib.kvp_ledger_names(
-            self._ledger, *_arrays(slots), len(slots), _bytes(keys), _bytes(parents), _flags(ready)
+            self._ledger, *slots.native(), len(slots), _bytes(keys), _bytes(parents), _flags(ready)
         )
         return keys.tobytes(), parents.tobytes(), ready
 
@@ -247,7 +247,7 @@ class Ledger:
 
     def _change(self, step: int, slots: Slot | Sequence[Slot]) -> None:
         run, done = Slots.of(slots), ffi.new("size_t *")
-        status = lib.kvp_ledger_change(self._ledger, step, *_arrays(run), len(run), done)
+        status = lib.kvp_ledger_change(self._ledger, step, *run.native(), len(run), done)
         self._check(status, run, done[0], _NEEDED[step])
 
     def _check(self, status: int, slots: Slots, at: int, needed: str) -> None:
@@ -278,8 +278,10 @@ def chained(keys: bytes, parent: BlockHash | None) -> bytes:
 
 def own_parent(keys: bytes, parents: bytes) -> bool:
     """Say whether a block of a run is its own parent."""
-    alike = _words(keys) == _words(parents)
-    return bool(alike[:, 0].any()) and bool(alike.all(axis=1).any())
+    words = HASH_BYTES // 8
+    alike = np.frombuffer(keys, np.uint64)[::words] == np.frombuffer(parents, np.uint64)[::words]
+    # One word of four is enough to say that hardly any block can be.
+    return bool(alike.any()) and bool((_rows(keys) == _rows(parents)).all(axis=1).any())
 
 
 def select(keys: bytes, rows: NDArray[np.bool_]) -> bytes:
@@ -289,10 +291,6 @@ def select(keys: bytes, rows: NDArray[np.bool_]) -> bytes:
 
 def _rows(keys: bytes) -> NDArray[np.uint8]:
     return np.frombuffer(keys, dtype=np.uint8).reshape(-1, HASH_BYTES)
-
-
-def _words(keys: bytes) -> NDArray[np.uint64]:
-    return np.frombuffer(keys, dtype=np.uint64).reshape(-1, HASH_BYTES // 8)
 
 
 def _names(count: int) -> NDArray[np.uint8]:
@@ -309,13 +307,6 @@ def _filled(slots: Slots) -> "tuple[CData, CData]":
     return (
         ffi.from_buffer("uint32_t[]", slots.indices, require_writable=True),
         ffi.from_buffer("uint64_t[]", slots.generations, require_writable=True),
-    )
-
-
-def _arrays(slots: Slots) -> "tuple[CData, CData]":
-    return (
-        ffi.from_buffer("uint32_t[]", np.ascontiguousarray(slots.indices)),
-        ffi.from_buffer("uint64_t[]", np.ascontiguousarray(slots.generations)),
     )
 
 

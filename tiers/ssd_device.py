@@ -148,7 +148,7 @@ class SsdDevice:
         results, error = _results(len(slots)), ffi.new("int *")
         status = lib.kvp_ssd_read(
             self._device,
-            *_arrays(slots),
+            *slots.native(),
             keys,
             len(slots),
             dest.native(),
@@ -190,7 +190,7 @@ class SsdDevice:
         status = lib.kvp_ssd_write(
             self._device,
             ffi.from_buffer("uint32_t[]", numbers),
-            _arrays(slots)[1],
+            slots.native()[1],
             keys,
             parents,
             len(slots),
@@ -313,13 +313,6 @@ def _ns(seconds: float) -> int:
 
 def _results(count: int) -> Results:
     return np.full(count, lib.KVP_SLOT_SKIPPED, dtype=np.uint8)
-
-
-def _arrays(slots: Slots) -> "tuple[CData, CData]":
-    return (
-        ffi.from_buffer("uint32_t[]", np.ascontiguousarray(slots.indices)),
-        ffi.from_buffer("uint64_t[]", np.ascontiguousarray(slots.generations)),
-    )
 
 
 def _rows(tokens: TokenRows | None, *, writable: bool) -> "tuple[CData, CData]":

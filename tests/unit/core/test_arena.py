@@ -9,7 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpool.arena import Arena, Slot, Window
+from kvpool._native import ffi
+from kvpool.arena import Arena, Slot, Slots, Window
 from kvpool.block import BlockLayout, SlotIndex, new_incarnation
 from kvpool.errors import (
     CapacityError,
@@ -262,3 +263,14 @@ def _locked_bytes() -> int:
     """Return what /proc says of this process."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmLck"))
+
+
+def test_what_c_sees_of_slots_is_every_one_of_them_in_order() -> None:
+    slots = Slots(np.arange(8, dtype=np.uint32), np.arange(100, 108, dtype=np.uint64))[::-3]
+    indices, generations = (
+        ffi.cast(f"uint{bits}_t *", each)
+        for bits, each in zip((32, 64), slots.native(), strict=True)
+    )
+    assert ffi.unpack(indices, 3) == [7, 4, 1]
+    assert ffi.unpack(generations, 3) == [107, 104, 101]
+    assert slots.native() is slots.native()
