@@ -374,7 +374,7 @@ class Pool(BlockPool):
         """Copy whole blocks, looking up between batches; return their checksums."""
         layout = self.layout
         count = max(1, BATCH_BYTES // layout.block_bytes)
-        copied = [np.empty((0, layout.num_layers, layout.kv_heads), dtype=np.uint32)]
+        copied: list[Crcs] = []
         for begin in range(0, len(dest), count):
             look()
             end = min(len(dest), begin + count)
@@ -382,7 +382,10 @@ class Pool(BlockPool):
                 copy_blocks(dest.take(begin, end), source.take(begin, end), crew=self._crew)
             )
         look()
-        return np.concatenate(copied)
+        if len(copied) == 1:
+            return copied[0]
+        none = np.empty((0, layout.num_layers, layout.kv_heads), dtype=np.uint32)
+        return np.concatenate([none, *copied])
 
 
 def _stacked(dram: DramTier, config: SsdConfig, events: EventSink | None) -> StackTier:
