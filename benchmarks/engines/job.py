@@ -68,21 +68,21 @@ def make_model(folder: Path, sizes: dict[str, int]) -> str:
 
 def connector(kind: str, where: str) -> dict[str, Any]:
     """Return what vLLM is told of its KV connector."""
-    chosen: dict[str, dict[str, Any]] = {
-        "kvpool": {
+    if kind == "kvpool":
+        chosen: dict[str, Any] = {
             "kv_connector": "KvpoolConnector",
             "kv_connector_module_path": "kvpool.integration.vllm.connector",
             "kv_connector_extra_config": {"server": where, "lookup_timeout_s": 5},
-        },
-        "lmcache": {
+        }
+    else:
+        chosen = {
             "kv_connector": "LMCacheMPConnector",
             "kv_connector_extra_config": {
                 "lmcache.mp.host": "tcp://127.0.0.1",
-                "lmcache.mp.port": int(where or 0),
+                "lmcache.mp.port": int(where),
             },
-        },
-    }
-    return {**chosen[kind], "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+        }
+    return {**chosen, "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
 
 
 def let_numba_be() -> None:

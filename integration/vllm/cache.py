@@ -13,7 +13,7 @@ import torch
 from kvpool.block import BlockLayout
 from kvpool.errors import ConfigError, LayoutMismatchError
 from kvpool.integration.vllm.shape import Group
-from kvpool.memory import BlockView, copy_blocks
+from kvpool.memory import BlockView, Crew, copy_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +23,20 @@ class GroupCache:
     Attributes:
         view: Its blocks. Layers past ``layers`` are not there: they are never copied.
         layers: How many layers the group has.
+        crew: Threads that share a copy of whole blocks; None: the caller alone.
     """
 
     view: BlockView
     layers: int
+    crew: Crew | None = None
 
     @classmethod
     def of_tensors(
-        cls, layout: BlockLayout, group: Group, tensors: Mapping[str, torch.Tensor]
+        cls,
+        layout: BlockLayout,
+        group: Group,
+        tensors: Mapping[str, torch.Tensor],
+        crew: Crew | None = None,
     ) -> "GroupCache":
         """Describe a group's tensors, each [blocks, ...] with whole blocks in one piece.
 
@@ -64,7 +70,7 @@ class GroupCache:
             block_ids=BlockView.canonical(layout, 0, 0, []).block_ids,
             owner=parts,
         )
-        return cls(view, len(parts))
+        return cls(view, len(parts), crew)
 
     def copy_out(self, block_ids: Sequence[int], slots: BlockView, layers: range) -> None:
         """Copy layers of blocks into slots."""
@@ -72,4 +78,5 @@ class GroupCache:
 
     def copy_in(self, block_ids: Sequence[int], slots: BlockView) -> None:
         """Copy all layers of whole blocks out of slots."""
-        copy_blocks(self.view.with_ids(list(block_ids)), slots, layers=range(self.layers))
+        dest = self.view.with_ids(list(block_ids))
+        copy_blocks(dest, slots, layers=range(self.layers), crew=self.crew)

@@ -28,7 +28,7 @@ _LEASE_SPARE_S: Final = 1.0
 
 
 class Loader:
-    """Safe from the worker's thread; ``_lock`` guards what has ended, the counts and ``_waiting``.
+    """Safe from the worker's thread; ``_changed`` guards what has ended, the counts and ``_waiting``.
 
     Args:
         lane: What is loaded, and through what.
@@ -36,7 +36,7 @@ class Loader:
 
     def __init__(self, lane: Lane) -> None:
         self._lane = lane
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
         self._ended: set[str] = set()
         self._failed: set[str] = set()
         self._loaded = 0
@@ -46,7 +46,7 @@ class Loader:
 
     def start(self, namespace: Namespace, order: LoadOrder) -> None:
         """Start a load. Never waits; behind ``LOADS_MAX`` others it has failed at once."""
-        with self._lock:
+        with self._changed:
             full = self._waiting >= LOADS_MAX
             if full:
                 self._ended.add(order.request)
@@ -57,16 +57,21 @@ class Loader:
         if not full:
             self._threads.submit(self._run, namespace, order, Deadline(self._lane.timeout_s))
 
-    def take_ended(self) -> tuple[set[str], set[str]]:
-        """Return the requests whose loads ended since the last call, and those that failed."""
-        with self._lock:
+    def take_ended(self, patience_s: float = 0.0) -> tuple[set[str], set[str]]:
+        """Return the requests whose loads ended since the last call, and those that failed.
+
+        With none, wait for up to ``patience_s`` until one has.
+        """
+        with self._changed:
+            if patience_s:
+                self._changed.wait_for(lambda: self._ended, patience_s)
             ended, self._ended = self._ended, set()
             failed, self._failed = self._failed, set()
             return ended, failed
 
     def counts(self) -> dict[str, int]:
         """Return and clear how many blocks were loaded and how many loads failed."""
-        with self._lock:
+        with self._changed:
             counts = {"loaded_blocks": self._loaded, "failed_loads": self._failures}
             self._loaded = self._failures = 0
             return counts
@@ -83,9 +88,10 @@ class Loader:
             logger.warning("a load failed, the request is computed: %s", error)
         except Exception:
             logger.exception("a load failed, the request is computed")
-        with self._lock:
+        with self._changed:
             self._waiting -= 1
             self._ended.add(order.request)
+            self._changed.notify_all()
             if whole:
                 self._loaded += sum(len(run.block_ids) for run in order.runs)
             else:

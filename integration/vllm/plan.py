@@ -30,8 +30,10 @@ class StepPlan:
         namespace: Of every block hash in it.
         loads: To be started.
         stores: Blocks that are whole when this step's forward pass is over.
+        idle: Nothing is computed in this step: requests wait, for lookups and loads above all.
     """
 
     namespace: Namespace
     loads: list[LoadOrder] = field(default_factory=list)
     stores: list[BlockRun] = field(default_factory=list)
+    idle: bool = False

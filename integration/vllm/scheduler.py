@@ -116,6 +116,7 @@ class SchedulerSide:
     def plan(self, output: Any) -> StepPlan:
         """Write the orders of one step: the loads that were asked for, and what becomes whole."""
         plan = StepPlan(self._namespace, self._loads)
+        plan.idle = not output.total_num_scheduled_tokens
         self._loads = []
         if self._lookups is None:
             return plan

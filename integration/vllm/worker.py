@@ -5,6 +5,7 @@ vLLM's model runner calls that, from one thread.
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 import torch
 
@@ -18,6 +19,12 @@ from kvpool.integration.vllm.publishing import StoredPart
 from kvpool.integration.vllm.saving import Saver
 from kvpool.integration.vllm.shape import EngineShape
 from kvpool.integration.vllm.slots import Slots
+from kvpool.memory import Crew
+
+# That copy a load's blocks into the engine's cache together.
+_COPY_THREADS: Final = 2
+# How long a step that computes nothing waits for a load.
+_IDLE_S: Final = 0.001
 
 
 class WorkerSide:
@@ -43,8 +50,9 @@ class WorkerSide:
         tensors: Mapping[str, torch.Tensor],
         tell: bool = False,
     ) -> None:
+        crew = Crew(_COPY_THREADS)
         caches = {
-            group.number: GroupCache.of_tensors(shape.layout, group, tensors)
+            group.number: GroupCache.of_tensors(shape.layout, group, tensors, crew)
             for group in shape.groups
         }
         size_bytes = options.staging_bytes or 2 * shape.step_blocks * shape.layout.block_bytes
@@ -57,6 +65,7 @@ class WorkerSide:
             )
 
         self._loader = Loader(lane(self.loading_slots, options.load_timeout_s))
+        self._idle = False
         self._saver = Saver(lane(self.saving_slots, options.store_timeout_s), tell)
 
     def begin_step(self, plan: StepPlan) -> None:
@@ -65,6 +74,7 @@ class WorkerSide:
 
     def start_loads(self, plan: StepPlan) -> None:
         """Start the loads of a step."""
+        self._idle = plan.idle
         for order in plan.loads:
             self._loader.start(plan.namespace, order)
 
@@ -77,8 +87,12 @@ class WorkerSide:
         self._saver.finish_step()
 
     def take_ended(self) -> tuple[set[str], set[str]]:
-        """Return the requests whose loads ended since the last call, and those that failed."""
-        return self._loader.take_ended()
+        """Return the requests whose loads ended since the last call, and those that failed.
+
+        In a step that computes nothing it waits for one, a moment: an engine that only turns round
+        would keep the interpreter from the threads that it waits for.
+        """
+        return self._loader.take_ended(_IDLE_S if self._idle else 0.0)
 
     def take_stored(self) -> Sequence[StoredPart]:
         """Return the parts that the pool took since the last call, if ``tell``."""

@@ -51,5 +51,6 @@ def step(
             req_ids=list(computed), num_computed_tokens=[begin for begin, _ in computed.values()]
         ),
         num_scheduled_tokens={name: tokens for name, (_, tokens) in computed.items()},
+        total_num_scheduled_tokens=sum(tokens for _, tokens in computed.values()),
         kv_connector_block_state=SimpleNamespace(get_block_ids=tables.get),
     )

@@ -234,3 +234,17 @@ def test_loads_have_a_limit(
     assert loader.counts()["failed_loads"] == 1
     loader.close()
     saver.close()
+
+
+def test_a_step_that_computes_nothing_gives_loads_a_moment(
+    pool: CountingPool, memory: torch.Tensor
+) -> None:
+    saver = Saver(lane(pool, caches(memory), Slots(LAYOUT, 8 * LAYOUT.block_bytes), 20.0))
+    save(saver, "a", "b")
+    until(lambda: found(pool) == 3, "the store")
+    loader = Loader(lane(pool, caches(memory), Slots(LAYOUT, 8 * LAYOUT.block_bytes), 20.0))
+    loader.start(NAMESPACE, LoadOrder("r", (RUN,)))
+    assert loader.take_ended(patience_s=20.0) == ({"r"}, set())
+    assert loader.take_ended(patience_s=0.001) == (set(), set())  # nobody is waited for long
+    loader.close()
+    saver.close()
