@@ -53,10 +53,13 @@ build/etcd/etcd: tests/get_etcd.sh | $(VENV)/.installed
 serve: env  ## Serve SmolLM2-135M-Instruct; ARGS="--port 9000" passes flags on
 	$(BIN)/kvpool-serve $(ARGS)
 
+# Two processes share the files of tests, in order: the slow ones come in the middle. Each has one
+# thread of torch: threads that wait for each other are slow where cores are few. SHARE= runs in one.
+SHARE ?= -n 2 --dist loadfile --no-loadscope-reorder
 test: env build/etcd/etcd  ## Lint, types and all tests but vLLM's, as CI runs them
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(SHARE) $(ARGS)
 
 test-ucxx: env  ## The ucxx transport alone, in the environment that has ucxx
 	$(VENV)/ucxx/bin/python -m pytest tests/conformance/ucxx_suite.py tests/faults/ucxx_faults.py $(ARGS)
