@@ -13,6 +13,8 @@ from typing import Self
 
 import httpx
 
+from tests.stopped import stop
+
 WAIT_S = 60.0
 # One member elects itself: it need not wait for others, as it does by default for a second or more.
 _QUICK = ("--heartbeat-interval", "10", "--election-timeout", "100")
@@ -68,6 +70,11 @@ class EtcdProcess:
                 assert self.process.poll() is None, Path(self._log.name).read_text()[-2000:]
                 assert time.monotonic() < give_up, "etcd did not become ready"
                 time.sleep(0.02)
+
+    def halt(self) -> None:
+        """Stop it where it is, and wait until it stands still; SIGCONT lets it go on."""
+        assert self.process is not None
+        stop(self.process.pid)
 
     def signal(self, number: signal.Signals) -> None:
         assert self.process is not None

@@ -87,7 +87,7 @@ class RingNode:
     def halted(self) -> Iterator[None]:
         """Hold it with SIGSTOP meanwhile: it is silent, and its connections stay."""
         assert self.process is not None
-        self.process.signal(signal.SIGSTOP)
+        self.process.halt()
         try:
             yield
         finally:

@@ -21,6 +21,7 @@ from kvpool.client import protocol
 from kvpool.client.rpc import Caller
 from kvpool.errors import KVPoolError
 from kvpool.integration.runtime.handoff import STATUS, Empty, WorkerStatus
+from tests.stopped import stop
 
 # End a test that hangs; nothing here takes near as long, but a machine may be busy.
 START_S = 120.0
@@ -307,7 +308,7 @@ def signal_after(timeout_s: float, process: subprocess.Popen[str]) -> Iterator[N
 @contextlib.contextmanager
 def stopped(pid: int) -> Iterator[None]:
     """Keep a process stopped inside the block."""
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     try:
         yield
     finally:

@@ -12,6 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from tests.stopped import stop
+
 # Ends a test that hangs; nothing here takes near as long.
 WAIT_S = 30.0
 
@@ -48,6 +50,10 @@ class ServerProcess:
     @property
     def pid(self) -> int:
         return self.process.pid
+
+    def halt(self) -> None:
+        """Stop it where it is, and wait until it stands still; SIGCONT lets it go on."""
+        stop(self.process.pid)
 
     def signal(self, number: signal.Signals) -> None:
         self.process.send_signal(number)

@@ -1,7 +1,5 @@
 """Two prefill and two decode workers: requests are spread, outputs are exact, memory may be short."""
 
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,6 +7,7 @@ import pytest
 
 from tests.serve_clients import Client, Question, Questions
 from tests.serve_process import Holdings, ServeProcess, until
+from tests.stopped import stop
 from tests.tiny_model import tiny_model
 
 # What the requests of a test need is several times this.
@@ -101,7 +100,7 @@ def test_a_worker_that_stays_stopped_is_killed_and_another_serves_meanwhile(
     served: ServeProcess, start: Holdings, questions: list[Question]
 ) -> None:
     before = served.pids()
-    os.kill(before["d0"], signal.SIGSTOP)
+    stop(before["d0"])
     client = Client(served.url, questions[0], stream=True)
     client.join(JOIN_S)
     assert client.error is None, "nothing had been sent: it was tried again"

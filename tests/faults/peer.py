@@ -32,6 +32,7 @@ from kvpool.transfer.choice import TransportKind, open_transport
 from kvpool.transfer.layerwise import LayerReceiver, LayerSender, Outbox, StreamHub
 from kvpool.transfer.stream_wire import slice_layout
 from kvpool.transfer.ucx import UcxTransport
+from tests.stopped import stop
 
 if TYPE_CHECKING:
     from tests.faults.network import Link
@@ -106,8 +107,7 @@ class Peer:
 
     def stop(self) -> None:
         """Stop it (SIGSTOP), and wait until it is stopped."""
-        os.kill(self.pid, signal.SIGSTOP)
-        os.waitid(os.P_PID, self.pid, os.WSTOPPED)
+        stop(self.pid)
 
     def resume(self) -> None:
         """Let it run again."""

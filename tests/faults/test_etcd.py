@@ -85,7 +85,7 @@ def _wipe(etcd: EtcdProcess, wait: Callable[[], None]) -> None:
 
 
 def _stop(etcd: EtcdProcess, wait: Callable[[], None]) -> None:
-    etcd.signal(signal.SIGSTOP)
+    etcd.halt()
     wait()
     etcd.signal(signal.SIGCONT)
 

@@ -121,7 +121,7 @@ def _loads(pool: ClusterPool, number: int) -> bool:
 
 
 def _stopped(etcd: EtcdProcess, during: Callable[[], None]) -> None:
-    etcd.signal(signal.SIGSTOP)
+    etcd.halt()
     during()
     etcd.signal(signal.SIGCONT)
 

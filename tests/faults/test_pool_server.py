@@ -33,6 +33,7 @@ from tests.faults.pool_client import (
     store,
 )
 from tests.server_process import WAIT_S, ServerProcess, until
+from tests.stopped import stop
 
 SLOTS = 64
 DRAM_BYTES = SLOTS * LAYOUT.block_bytes
@@ -142,7 +143,7 @@ def test_the_server_is_killed_in_mid_load(run_dir: Path, server: ServerProcess) 
 
 def test_the_server_is_killed_in_mid_store(run_dir: Path, server: ServerProcess) -> None:
     with connect(run_dir, LAYOUT, WAIT_S) as pool:
-        server.signal(signal.SIGSTOP)
+        server.halt()
         source = view_of(LAYOUT, blocks_of(1))
         stores = [pool.store(chain_of(pool, 1), source, deadline_s=WAIT_S) for _ in range(3)]
         server.kill()
@@ -163,7 +164,7 @@ def test_a_stopped_server_costs_one_bounded_wait(
     with connect(run_dir, LAYOUT, WAIT_S, config=HASTY) as pool:
         assert store(pool, 1) == CHAIN_BLOCKS
         chain = chain_of(pool, 1)
-        server.signal(signal.SIGSTOP)
+        server.halt()
         assert pool.match(chain).blocks == 0
         before = time.process_time()
         assert pool.match(chain).blocks == 0
@@ -216,7 +217,7 @@ def test_a_client_killed_while_the_server_stands_still(
     client = start_client(run_dir, "storm")
     try:
         assert read_line(client).startswith("stored")
-        server.signal(signal.SIGSTOP)
+        server.halt()
     finally:
         end(client)  # its request lies unread in the server's socket
     server.signal(signal.SIGCONT)
@@ -229,7 +230,7 @@ def test_a_stopped_client_harms_nobody_and_goes_on(run_dir: Path, watcher: Remot
     client = start_client(run_dir, "count", "40")
     try:
         assert read_line(client) == f"stored {CHAIN_BLOCKS}\n"
-        client.send_signal(signal.SIGSTOP)
+        stop(client.pid)
         for number in range(1000, 1000 + 2 * SLOTS // CHAIN_BLOCKS):  # all its slots, and again
             assert store(watcher, number) == CHAIN_BLOCKS
             assert load_all(watcher, number) == CHAIN_BLOCKS

@@ -28,6 +28,7 @@ from kvpool.integration.runtime.handoff import (
 from tests.conftest import Count
 from tests.serve_clients import Client, Questions
 from tests.serve_process import ServeProcess, until
+from tests.stopped import stop
 from tests.tiny_model import tiny_model
 
 REQUESTS: Final = 6
@@ -231,7 +232,7 @@ def strike(machine: Machine, fault: Fault, clients: list[Client]) -> None:
     if fault.kind.startswith("kill"):
         os.kill(pid, signal.SIGKILL)
         return
-    os.kill(pid, signal.SIGSTOP)
+    stop(pid)
     living = sum(client.is_alive() for client in clients)
 
     def noticed() -> bool:

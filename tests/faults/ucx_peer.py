@@ -25,6 +25,7 @@ from kvpool.errors import KVPoolError
 from kvpool.memory import Span
 from kvpool.transfer.ucx_connection import UcxConnection
 from kvpool.transfer.ucx_engine import UcxEngine
+from tests.stopped import stop
 from tests.tidy.mirror import ROOT
 
 
@@ -99,15 +100,10 @@ class Peer:
 
     def stop(self) -> None:
         """Stop it, and wait until the kernel says that it is."""
-        self.process.send_signal(signal.SIGSTOP)
-        wait_until(lambda: self._state() == "T")
+        stop(self.process.pid)
 
     def go_on(self) -> None:
         self.process.send_signal(signal.SIGCONT)
-
-    def _state(self) -> str:
-        with open(f"/proc/{self.process.pid}/stat") as stat:
-            return stat.read().rpartition(")")[2].split()[0]
 
     def kill(self) -> None:
         self.process.kill()

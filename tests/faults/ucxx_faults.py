@@ -33,6 +33,7 @@ from kvpool.transfer.ucxpy import UcxxTransport
 from kvpool.transfer.ucxpy_endpoint import UcxxEndpoint
 from kvpool.transfer.ucxpy_wire import ASKS_MAX, MESSAGE_BYTES_MAX, Ask, encode
 from tests.conformance import ucxx_suite
+from tests.stopped import stop
 from tests.unit.transfer.test_forked import in_a_child
 
 PEER = Path(__file__).with_name("ucxx_peer.py")
@@ -92,7 +93,7 @@ def test_a_killed_owner_ends_every_read_with_a_typed_error() -> None:
         lost = Collected()
         endpoint.on_lost(lost)
         assert read(endpoint, other.source).wait(WAIT_S) == 4
-        other.process.send_signal(signal.SIGSTOP)
+        stop(other.process.pid)
         reads = [read(endpoint, other.source) for _ in range(2 * ASKS_MAX)]
         wait_until(lambda: windows(endpoint)[1] == ASKS_MAX)
         other.process.kill()
@@ -113,7 +114,7 @@ def test_a_stopped_owner_costs_each_read_its_deadline_and_its_window_waits() -> 
     with UcxxTransport() as reader, owner() as other:
         endpoint = reader.connect(other.address, WAIT_S)
         assert read(endpoint, other.source).wait(WAIT_S) == 4
-        other.process.send_signal(signal.SIGSTOP)
+        stop(other.process.pid)
         with pytest.raises(TransferTimeoutError):
             read(endpoint, other.source, 0.2).wait(WAIT_S)
         # The peer may still send into it: nobody else has it.
@@ -121,7 +122,7 @@ def test_a_stopped_owner_costs_each_read_its_deadline_and_its_window_waits() -> 
         other.process.send_signal(signal.SIGCONT)
         wait_until(lambda: windows(endpoint)[1] == 0)
         assert read(endpoint, other.source).wait(WAIT_S) == 4
-        other.process.send_signal(signal.SIGSTOP)
+        stop(other.process.pid)
         silent = read(endpoint, other.source)
         wait_until(lambda: windows(endpoint)[1] == 1)
         endpoint.close()

@@ -2,7 +2,6 @@
 
 import gc
 import json
-import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -169,7 +168,7 @@ class Engine:
     def lose_in_mid_load(self, server: ServerProcess, prompt: list[int]) -> Answer:
         """Stop the server once it has said what it has of a prompt; kill it while that loads."""
         self.begin(prompt, "mid-load")
-        server.signal(signal.SIGSTOP)
+        server.halt()
         core = self.llm.llm_engine
         core.step()  # orders the load
         waiting = [request.status.name for request in self.scheduler.requests.values()]

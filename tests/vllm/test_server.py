@@ -133,7 +133,7 @@ def test_a_hung_server_holds_nobody_up(llama: Path, tmp_path: Path, alone: list[
     ):
         engine.generate(PROMPTS[0])
         engine.forget()
-        server.signal(signal.SIGSTOP)
+        server.halt()
         scheduler = engine.connector._scheduler
         matched = scheduler.matched
         answers: list[tuple[int | None, bool]] = []

@@ -14,6 +14,7 @@ from kvpool.errors import UnavailableError, UsageError
 from kvpool.integration.conductor.links import Heartbeat
 from kvpool.integration.serve import SILENT_KILL_S, end_silent
 from kvpool.integration.supervisor import Supervisor
+from tests.stopped import stop
 
 WAIT_S = 30.0
 SLEEPS = "import time; time.sleep(600)"
@@ -82,7 +83,7 @@ def test_all_children_end_also_stubborn_and_stopped_ones(tmp_path: Path) -> None
     async def story(supervisor: Supervisor) -> None:
         while not ready.exists():
             await asyncio.sleep(0.001)
-        os.kill(pid(supervisor, "stopped"), signal.SIGSTOP)
+        stop(pid(supervisor, "stopped"))
         processes = [child.process for child in supervisor.children.values()]
         await supervisor.stop(0.5)
         codes = [process.returncode for process in processes if process is not None]
