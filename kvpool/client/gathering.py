@@ -6,6 +6,7 @@ Runs on threads ``kvpool-load``. Who calls it: the pool over many servers.
 
 import logging
 import threading
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
@@ -17,10 +18,12 @@ from kvpool.completion import Completion, CompletionSource, Deadline
 from kvpool.config import TransferConfig
 from kvpool.errors import (
     CancelledTransferError,
+    CapacityError,
     ClosedError,
     InternalError,
     KVPoolError,
     TransferTimeoutError,
+    UsageError,
 )
 from kvpool.memory import BlockView
 
@@ -48,6 +51,24 @@ class _Running(Completion[int]):
         super().cancel()
         for pull in list(self.pulls):
             pull.cancel()
+
+
+def end_all(pulls: Iterable[Completion[int]]) -> None:
+    """Cancel pulls, all of them first, and wait until none writes any more.
+
+    Raises:
+        InternalError: One did not end: its destination is not free.
+    """
+    under_way = [pull for pull in list(pulls) if not pull.done()]
+    for pull in under_way:
+        pull.cancel()
+    give_up = Deadline(_END_TIMEOUT_S)
+    for pull in under_way:
+        try:
+            pull.wait(give_up.remaining_s())
+        except KVPoolError as error:
+            if not pull.done():
+                raise InternalError("a pull did not end behind its deadline") from error
 
 
 class Gathering:
@@ -106,6 +127,20 @@ class Gathering:
         self._threads.shutdown(wait=True)
 
     def _load(
+        self,
+        lease: ClusterLease,
+        dest: BlockView,
+        first: int,
+        deadline: Deadline,
+        running: _Running,
+    ) -> int:
+        """Load all parts; whatever comes of it, nothing writes into ``dest`` behind the end."""
+        try:
+            return self._load_parts(lease, dest, first, deadline, running)
+        finally:
+            end_all(running.pulls)
+
+    def _load_parts(
         self,
         lease: ClusterLease,
         dest: BlockView,
@@ -205,7 +240,11 @@ class Gathering:
         tried = {failed.node.node}
         self._nodes.absent(failed.node.node, lease.chain[at])
         while at < end and not self._over(deadline, running):
-            part = self._leaser.lease(lease, at, end, tried)
+            try:
+                part = self._leaser.lease(lease, at, end, tried)
+            except (CapacityError, UsageError) as error:
+                logger.debug("no other replica may be read: %s", error)
+                break
             if part is None:
                 break
             with self._lock:

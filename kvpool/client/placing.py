@@ -6,7 +6,7 @@ goes on when one of its servers fails. Who calls it: the pool over many servers.
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final, TypeVar
@@ -21,7 +21,6 @@ from kvpool.errors import (
     InternalError,
     KVPoolError,
     PeerUnreachableError,
-    TransferTimeoutError,
     UnavailableError,
 )
 from kvpool.index.lookup import Piece
@@ -89,6 +88,31 @@ def cheapest(
     if not asked:
         return None
     return max(asked, key=lambda each: (each[0].pool.is_near(), each[1], str(each[0].node)))
+
+
+def ends_of(
+    sent: Sequence[Completion[StoreResult] | KVPoolError], ended: CompletionSource[StoreResult]
+) -> list[StoreResult | KVPoolError]:
+    """Wait until none of the stores reads its source any more; return what came of each.
+
+    Args:
+        sent: Each has a deadline of its own; or why it did not begin.
+        ended: Of their caller: if it is cancelled, they are.
+    """
+    return [one if isinstance(one, KVPoolError) else _end_of(one, ended) for one in sent]
+
+
+def _end_of(
+    sent: Completion[StoreResult], ended: CompletionSource[StoreResult]
+) -> StoreResult | KVPoolError:
+    while True:
+        if ended.cancel_requested:
+            sent.cancel()
+        try:
+            return sent.wait(_CANCEL_LOOK_S)
+        except KVPoolError as error:
+            if sent.done():
+                return error
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,13 +212,15 @@ class Placing:
         while homes and len(results) < store.replicas:
             batch = [homes.pop(0) for _ in range(min(len(homes), store.replicas - len(results)))]
             stores = [self._send(store, node) for node in batch]
-            for each in stores:
-                try:
-                    results.append(self._await(each, store, ended))
-                except (UnavailableError, ClosedError) as error:
-                    failed = error
-                    if self._closed or ended.cancel_requested or store.deadline.passed():
-                        homes = []
+            for end in ends_of(stores, ended):
+                if isinstance(end, StoreResult):
+                    results.append(end)
+                elif isinstance(end, UnavailableError | ClosedError):
+                    failed = end
+                else:
+                    raise end
+            if failed and (self._closed or ended.cancel_requested or store.deadline.passed()):
+                homes = []
         if not results:
             if self._closed:
                 raise ClosedError("the pool was closed") from failed
@@ -218,20 +244,3 @@ class Placing:
             )
         except KVPoolError as error:
             return error
-
-    def _await(
-        self,
-        sent: Completion[StoreResult] | KVPoolError,
-        store: Placed,
-        ended: CompletionSource[StoreResult],
-    ) -> StoreResult:
-        if isinstance(sent, KVPoolError):
-            raise sent
-        while True:
-            if ended.cancel_requested:
-                sent.cancel()
-            try:
-                return sent.wait(_CANCEL_LOOK_S)
-            except TransferTimeoutError:
-                if sent.done():
-                    raise
