@@ -62,6 +62,8 @@ class TenantAccess:
             replace(credential, tenant=_salted(credential.tenant, secret))
             for credential in sorted(listed, key=_conditions, reverse=True)
         )
+        # No tenant has an empty name: none can name what processes of the server's user store.
+        self._own = _salted(Tenant(), secret)
         self._digests = tuple(_digest(credential.token) for credential in self._credentials)
 
     def authenticate(self, metadata: Mapping[str, str], peer_names: tuple[str, ...]) -> Tenant:
@@ -83,6 +85,10 @@ class TenantAccess:
         if found is None:
             raise UsageError(_REFUSED)
         return found
+
+    def own(self) -> Tenant:
+        """Return who a process of the server's own user is: an operator with a salt of its own."""
+        return self._own
 
 
 def _conditions(credential: Credential) -> int:

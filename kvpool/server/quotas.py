@@ -14,7 +14,7 @@ from typing import Final
 import numpy as np
 
 from kvpool.block import HASH_BYTES, BlockHash
-from kvpool.errors import CapacityError
+from kvpool.errors import CapacityError, UsageError
 from kvpool.index.prefix import PrefixIndex
 from kvpool.server.tenant import Tenant
 
@@ -22,6 +22,10 @@ from kvpool.server.tenant import Tenant
 SWEEP_NAMES: Final = 8192
 # Names looked at in the server's loop at once: some 2 ms.
 LOOP_NAMES: Final = 1024
+# Names of one call: some 0.2 s of the loop if none of them is known. A prompt of a million tokens.
+CALL_NAMES_MAX: Final = 1 << 16
+# Names that are copied to look at the leading ones: what is unknown costs one copy each.
+_LOOK_NAMES: Final = 64
 
 
 class TenantLedger:
@@ -43,6 +47,7 @@ class TenantLedger:
         self._present = present
         self._numbers: dict[str, int] = {}
         self._counts: Counter[int] = Counter()
+        self._coming: Counter[int] = Counter()  # blocks of stores under way
         self._sweeping = b""
 
     def used_bytes(self, tenant: str) -> int:
@@ -50,36 +55,54 @@ class TenantLedger:
         return self._counts[self._number(tenant)] * self._block_bytes
 
     def visible(self, tenant: Tenant, hashes: bytes) -> int:
-        """Count the leading hashes that are no other tenant's."""
+        """Count the leading hashes that are no other tenant's.
+
+        Raises UsageError: there are more than ``CALL_NAMES_MAX``.
+        """
         own, at, count = self._number(tenant.name), 0, len(hashes) // HASH_BYTES
+        if count > CALL_NAMES_MAX:
+            raise UsageError(f"{count} blocks in one call: name {CALL_NAMES_MAX} at most")
         while at < count:
-            numbers = self._names.numbers(hashes[at * HASH_BYTES :])
+            numbers = self._names.numbers(hashes[at * HASH_BYTES : (at + _LOOK_NAMES) * HASH_BYTES])
             others = np.flatnonzero(numbers != own)
             if len(others):
                 return at + int(others[0])
-            at += len(numbers) + 1  # the one behind them is nobody's
+            at += len(numbers)
+            if len(numbers) < _LOOK_NAMES:
+                at += 1  # the one behind them is nobody's
         return min(at, count)
 
-    def require_room(self, tenant: Tenant, hashes: bytes) -> None:
-        """Raise CapacityError if a tenant may not have these blocks besides those that it has."""
+    def take_room(self, tenant: Tenant, hashes: bytes) -> int:
+        """Count these blocks as coming; return how many are new, for ``give_room``.
+
+        Raises:
+            CapacityError: The tenant may not have them besides those that it has, or that come.
+        """
         limit = tenant.store_bytes_max
         if limit is None:
-            return
+            return 0
         used, new = self._after(tenant, hashes)
         if used + new > limit:
             self.sweep(LOOP_NAMES)
             used, new = self._after(tenant, hashes)
         if used + new <= limit:
-            return
+            blocks = new // self._block_bytes
+            self._coming[self._number(tenant.name)] += blocks
+            return blocks
         raise CapacityError(
             f"tenant {tenant.name} has {used} of {limit} bytes in this server, {new} more were to "
             "be stored: store less, or have store_bytes_max raised",
             size_bytes=new,
         )
 
+    def give_room(self, tenant: Tenant, blocks: int) -> None:
+        """Count so many blocks as coming no longer: they are here by now, or will not be."""
+        self._coming[self._number(tenant.name)] -= blocks
+
     def _after(self, tenant: Tenant, hashes: bytes) -> tuple[int, int]:
-        """Return what a tenant has, and what these blocks would add, in bytes."""
-        return self.used_bytes(tenant.name), len(self._new(hashes)) * self._block_bytes
+        """Return what a tenant has or has coming, and what these blocks would add, in bytes."""
+        coming = self._coming[self._number(tenant.name)] * self._block_bytes
+        return self.used_bytes(tenant.name) + coming, len(self._new(hashes)) * self._block_bytes
 
     def is_full(self, hashes: bytes) -> bool:
         """Say whether there is no room for these names: a sweep of all of them makes some."""

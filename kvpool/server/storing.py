@@ -19,7 +19,7 @@ from kvpool.block import HASH_BYTES, BlockHash, BlockLayout
 from kvpool.client import protocol
 from kvpool.client.streams import Joined
 from kvpool.completion import Completion
-from kvpool.errors import CorruptionError, UnavailableError, UsageError
+from kvpool.errors import CorruptionError, TransferTimeoutError, UnavailableError, UsageError
 from kvpool.memory import Crcs
 from kvpool.pool import Pool
 from kvpool.reservation import Reservation
@@ -32,6 +32,8 @@ logger = logging.getLogger(__name__)
 
 # Longest that a client may ask the server to work on one chunk of a store.
 _STORE_TIMEOUT_MAX_S: Final = 600.0
+# Longest wait for the header of a stream.
+_HEADER_TIMEOUT_S: Final = 10.0
 
 
 class Storing:
@@ -62,17 +64,19 @@ class Storing:
 
     async def write(self, steps: AsyncIterator[protocol.WriteRequest]) -> protocol.StoreReply:
         """Store blocks that come as a stream."""
-        async for step in steps:
-            request = step.header
-            break
-        else:
-            raise UsageError("a Write without a header: send one first")
+        request = await _header_of(steps)
         pool = self._served.get()
         session = self._sessions.get(request.client)
         _check_names(request)
 
         async def fill(reservation: Reservation) -> Crcs:
-            return await self._join(pool.layout, reservation, steps)
+            try:
+                async with asyncio.timeout(request.timeout_s):
+                    return await self._join(pool.layout, reservation, steps)
+            except TimeoutError as error:
+                raise TransferTimeoutError(
+                    f"the blocks did not come within {request.timeout_s} s: send fewer at once"
+                ) from error
 
         return await self._keep(session, pool, request, fill)
 
@@ -129,7 +133,17 @@ class Storing:
             why = f"{stores_max} stores are under way: try later"
             return protocol.StoreReply(stored=0, new=0, refused=why)
         self._served.tenancy.require_own(request.ancestors + request.hashes)
-        self._served.tenancy.require_room(request.hashes)
+        with self._served.tenancy.room(request.hashes):
+            return await self._keep_in(session, pool, request, fill)
+
+    async def _keep_in(
+        self,
+        session: Session,
+        pool: Pool,
+        request: protocol.StoreRequest,
+        fill: Callable[[Reservation], Awaitable[Crcs]],
+    ) -> protocol.StoreReply:
+        """Store blocks that may come in; ``fill`` as in ``_keep``."""
         began = self._served.clock.now()
         pool.leases.expire()
         parent = BlockHash(request.ancestors[-HASH_BYTES:]) if request.ancestors else None
@@ -218,6 +232,17 @@ class Storing:
                 copy.cancel()
                 copy.add_done_callback(reservation.settle)
             raise
+
+
+async def _header_of(steps: AsyncIterator[protocol.WriteRequest]) -> protocol.StoreRequest:
+    """Return what a stream begins with. Raises UsageError: it is something else, or does not come."""
+    try:
+        async with asyncio.timeout(_HEADER_TIMEOUT_S):
+            async for step in steps:
+                return step.header
+    except TimeoutError as error:
+        raise UsageError(f"no header of a Write within {_HEADER_TIMEOUT_S} s") from error
+    raise UsageError("a Write without a header: send one first")
 
 
 def _checked(request: protocol.StoreRequest, layout: BlockLayout) -> Crcs:

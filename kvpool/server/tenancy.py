@@ -7,8 +7,9 @@ the server's loop alone. Who calls it: the service, and the RPC edge for its gat
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Executor
+from contextlib import contextmanager
 from typing import Final
 
 from kvpool.block import HASH_BYTES
@@ -41,6 +42,7 @@ class Tenancy:
 
         def enter(metadata: Mapping[str, str], peer_names: tuple[str, ...]) -> None:
             if local and "authorization" not in metadata:
+                calling_tenant.set(authenticator.own())
                 return
             try:
                 calling_tenant.set(authenticator.authenticate(metadata, peer_names))
@@ -93,16 +95,25 @@ class Tenancy:
                 "(tenants.operator = true)"
             )
 
-    def require_room(self, hashes: bytes) -> None:
-        """Raise CapacityError if the caller may not store these blocks besides what it has."""
-        tenant = calling_tenant.get()
-        if self._ledger is None or not tenant.name:
+    @contextmanager
+    def room(self, hashes: bytes) -> Generator[None]:
+        """Count blocks of the caller as coming, for the length of a ``with``.
+
+        Raises CapacityError if it may not store them besides what it has, and what else comes.
+        """
+        tenant, ledger = calling_tenant.get(), self._ledger
+        if ledger is None or not tenant.name:
+            yield
             return
         try:
-            self._ledger.require_room(tenant, hashes)
+            blocks = ledger.take_room(tenant, hashes)
         except CapacityError:
             self._count("store_bytes")
             raise
+        try:
+            yield
+        finally:
+            ledger.give_room(tenant, blocks)
 
     async def stored(self, hashes: bytes, executor: Executor) -> None:
         """Take note that blocks of the caller are here."""

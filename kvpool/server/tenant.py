@@ -46,11 +46,19 @@ class Authenticator(Protocol):
         """
         ...
 
+    def own(self) -> Tenant:
+        """Return who a process of the server's own user is, which shows nothing: an operator."""
+        ...
+
 
 class OpenAccess:
     """Everybody is one tenant: for sockets that only this user can reach."""
 
     def authenticate(self, metadata: Mapping[str, str], peer_names: tuple[str, ...]) -> Tenant:
+        """Return the one tenant."""
+        return _ANYBODY
+
+    def own(self) -> Tenant:
         """Return the one tenant."""
         return _ANYBODY
 

@@ -1,12 +1,15 @@
 """Who may call: exactly who is listed, by exactly what was asked of him."""
 
+import contextvars
 from dataclasses import replace
 
 import pytest
 
 from kvpool.errors import ConfigError, UsageError
+from kvpool.metrics import Metrics
 from kvpool.server.access import Credential, TenantAccess, tenant_salt
-from kvpool.server.tenant import Tenant
+from kvpool.server.tenancy import Tenancy
+from kvpool.server.tenant import Tenant, calling_tenant
 
 SECRET = "s" * 64
 RED, BLUE = "r" * 64, "b" * 64
@@ -95,3 +98,21 @@ def test_contradictions_are_refused() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             TenantAccess(listed, secret)
+
+
+def test_what_the_servers_own_user_stores_has_names_that_no_tenant_can_make() -> None:
+    """Else a tenant that leaves its salt out could read it, and put other bytes under its names."""
+    own = _access().own()
+    salts = [tenant_salt(SECRET, name) for name in ("red", "blue", "green", "both")]
+    assert own.salt not in (b"", *salts)
+    assert own.operator
+    assert not own.name
+    assert _access().own() == own  # the same on every server
+    context = contextvars.copy_context()
+    context.run(Tenancy(Metrics()).gate(_access(), local=True), {}, ())
+    assert context[calling_tenant] == own
+
+
+def test_one_tenant_without_a_secret_shares_with_the_servers_own_user() -> None:
+    access = TenantAccess([Credential(tenant=Tenant(name="red"), token=RED)], "")
+    assert access.own().salt == access.authenticate(_bearer(RED), ()).salt == b""

@@ -1,6 +1,8 @@
 """The ledger of tenants against a dict: whose each block is, and how much each tenant has."""
 
 import asyncio
+import contextlib
+import contextvars
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -8,9 +10,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
-from kvpool.errors import CapacityError
+from kvpool.block import HASH_BYTES
+from kvpool.errors import CapacityError, UsageError
 from kvpool.metrics import Metrics
-from kvpool.server.quotas import TenantLedger
+from kvpool.server.quotas import CALL_NAMES_MAX, TenantLedger
 from kvpool.server.tenancy import Tenancy
 from kvpool.server.tenant import Tenant, calling_tenant
 from kvpool.testing.blocks import key
@@ -28,11 +31,12 @@ class Scene:
 
     def store(self, tenant: Tenant, *numbers: int) -> None:
         names = b"".join(key(number) for number in numbers)
-        self.ledger.require_room(tenant, names)
+        room = self.ledger.take_room(tenant, names)
         self.tier.update(key(number) for number in numbers)
         if self.ledger.is_full(names):
             self.ledger.sweep(CAPACITY)
         self.ledger.stored(tenant, names)
+        self.ledger.give_room(tenant, room)
 
 
 def _names(*numbers: int) -> bytes:
@@ -69,6 +73,64 @@ def test_a_quota_refuses_what_is_beyond_it_and_counts_no_block_twice() -> None:
     assert caught.value.size_bytes == 100
     assert scene.ledger.used_bytes("red") == 300
     scene.store(BLUE, 4)
+
+
+def test_stores_at_once_have_one_quota_together() -> None:
+    """Each would fit, and none of them has ended: what comes is counted as what is here."""
+    scene = Scene()
+    first = scene.ledger.take_room(RED, _names(1, 2))
+    with pytest.raises(CapacityError, match="tenant red has 200 of 300 bytes"):
+        scene.ledger.take_room(RED, _names(3, 4))
+    second = scene.ledger.take_room(RED, _names(5))
+    assert scene.ledger.take_room(BLUE, _names(*range(10))) == 0
+    scene.ledger.give_room(RED, first)
+    scene.store(RED, 3)
+    scene.ledger.give_room(RED, second)
+    scene.store(RED, 3, 4, 5)
+    assert scene.ledger.used_bytes("red") == 300
+
+
+@pytest.mark.parametrize("ends_well", [True, False])
+def test_room_that_was_taken_is_given_back_whatever_becomes_of_the_store(ends_well: bool) -> None:
+    tenancy = Tenancy(Metrics())
+    tenancy.opened(CAPACITY, BLOCK_BYTES, lambda name: 0)
+
+    def store() -> None:
+        calling_tenant.set(RED)
+        for _ in range(5):
+            with contextlib.suppress(ValueError), tenancy.room(_names(1, 2, 3)):
+                with pytest.raises(CapacityError), tenancy.room(_names(4)):
+                    raise AssertionError
+                if not ends_well:
+                    raise ValueError
+
+    contextvars.copy_context().run(store)
+
+
+def test_unknown_names_cost_the_same_however_many_follow() -> None:
+    """A prompt that nobody stored is the usual case: what is behind a name is not looked at for it."""
+    ledger = TenantLedger(CAPACITY, BLOCK_BYTES, lambda name: 0)
+    ledger.stored(RED, _names(*range(CAPACITY)))
+    looked = 0
+
+    class Counted(bytes):
+        def __getitem__(self, at: object) -> bytes:  # type: ignore[override]
+            nonlocal looked
+            assert isinstance(at, slice)
+            found = bytes(self)[at]
+            looked += len(found)
+            return found
+
+    names = Counted(_names(*range(1000, 5000)))
+    assert ledger.visible(BLUE, names) == 4000
+    assert looked < 100 * len(names)
+
+
+def test_no_call_names_blocks_without_end() -> None:
+    ledger = TenantLedger(CAPACITY, BLOCK_BYTES, lambda name: 0)
+    assert ledger.visible(RED, bytes(HASH_BYTES * CALL_NAMES_MAX)) == CALL_NAMES_MAX
+    with pytest.raises(UsageError, match="65537 blocks in one call: name 65536 at most"):
+        ledger.visible(RED, bytes(HASH_BYTES * (CALL_NAMES_MAX + 1)))
 
 
 def test_blocks_that_left_make_room_again() -> None:
