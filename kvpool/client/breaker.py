@@ -26,6 +26,7 @@ class Breaker:
         self._lock = threading.Lock()
         self._pause_s = 0.0  # 0: closed, everyone may ask
         self._ask_at = 0.0
+        self._trying = False  # somebody has this pause's one try
 
     def allows(self) -> bool:
         """Say whether the caller may ask now. While failing, True claims this pause's one try."""
@@ -36,6 +37,7 @@ class Breaker:
             if now < self._ask_at:
                 return False
             self._ask_at = now + self._pause_s
+            self._trying = True
             return True
 
     def open(self) -> bool:
@@ -47,10 +49,19 @@ class Breaker:
         """Note an answer: everyone may ask again."""
         with self._lock:
             self._pause_s = 0.0
+            self._trying = False
 
     def failed(self) -> float:
-        """Note a failure; return the pause in seconds that starts now."""
+        """Note a failure; return the seconds until somebody may ask again.
+
+        Many who asked before one of them failed are one failure: only that of a later try lengthens
+        the pause.
+        """
         with self._lock:
+            now = self._clock.now()
+            if self._pause_s and now < self._ask_at and not self._trying:
+                return self._ask_at - now
+            self._trying = False
             self._pause_s = min(self._max_s, self._pause_s * 2 or self._min_s)
-            self._ask_at = self._clock.now() + self._pause_s
+            self._ask_at = now + self._pause_s
             return self._pause_s

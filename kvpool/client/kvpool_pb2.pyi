@@ -78,6 +78,12 @@ class HelloRequest(_message.Message):
     streams: bool
     def __init__(self, version: _Optional[int] = ..., client: _Optional[bytes] = ..., streams: _Optional[bool] = ...) -> None: ...
 
+class StayRequest(_message.Message):
+    __slots__ = ("client",)
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    client: bytes
+    def __init__(self, client: _Optional[bytes] = ...) -> None: ...
+
 class MatchRequest(_message.Message):
     __slots__ = ("hashes",)
     HASHES_FIELD_NUMBER: _ClassVar[int]

@@ -7,6 +7,7 @@ that a silent or dead server is given. Knows nothing of blocks. Who calls it: th
 import logging
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from kvpool.client import protocol
 from kvpool.client.access import OPEN, ClientAccess
 from kvpool.client.breaker import Breaker
 from kvpool.client.life import wait_alive
-from kvpool.client.rpc import Caller, Method, Reply, Request
+from kvpool.client.rpc import Caller, Method, Reply, Request, Stayed
 from kvpool.client.staging import Staging
 from kvpool.client.ways import Ways
 from kvpool.clock import Clock
@@ -66,6 +67,7 @@ class Link:
         client: The name of this connection at the server.
         welcome: What the server said of itself.
         region: The server's region that its blocks lie in.
+        stayed: Says who is alive without an endpoint, at both ends; None with one.
     """
 
     caller: Caller
@@ -74,10 +76,19 @@ class Link:
     client: bytes
     welcome: protocol.Welcome
     region: int
+    stayed: Stayed | None
 
     def alive(self) -> bool:
         """Say whether the server is not known to be gone."""
-        return self.endpoint is None or self.endpoint.alive()
+        one = self.endpoint or self.stayed
+        return one is None or one.alive()
+
+    def on_lost(self, callback: Callable[[], None]) -> None:
+        """Call back once it is, on a thread that must not be kept; at once if it is already."""
+        if self.endpoint is not None:
+            self.endpoint.on_lost(lambda _: callback())
+        elif self.stayed is not None:
+            self.stayed.on_end(callback)
 
     def close(self) -> None:
         """Close both. Idempotent."""
@@ -113,12 +124,14 @@ def open_link(place: Place, layout: BlockLayout, ways: Ways, timeout_s: float) -
                 raise PeerUnreachableError("the server took no notification: connect again")
         hello = protocol.HelloRequest(version=version, client=client, streams=endpoint is None)
         caller.call(protocol.HELLO, hello, deadline.remaining_s())
+        stay = protocol.StayRequest(client=client)
+        stayed = caller.stay(protocol.STAY, stay) if endpoint is None else None
     except BaseException:
         if endpoint is not None:
             endpoint.close()
         caller.close()
         raise
-    return Link(caller, endpoint, staging, client, welcome, region)
+    return Link(caller, endpoint, staging, client, welcome, region, stayed)
 
 
 def _connect(
@@ -273,6 +286,10 @@ class LinkKeeper:
             linked = self._link is not None
         return linked and not self._silence.open()
 
+    def note_silence(self) -> None:
+        """Give the server a pause: it did not answer somebody in time."""
+        self._silence.failed()
+
     def lose(self, link: Link) -> None:
         """Give a link up: its path is closed first, a new one is made second. Idempotent."""
         with self._changed:
@@ -310,9 +327,8 @@ class LinkKeeper:
         if closed:
             link.close()
             return
-        # At once if it is lost already. From the progress thread: closing may not be done there.
-        if link.endpoint is not None:
-            link.endpoint.on_lost(lambda _: self._lost(link))
+        # At once if it is lost already. From a thread of the way: closing may not be done there.
+        link.on_lost(lambda: self._lost(link))
 
     def _lost(self, link: Link) -> None:
         with self._changed:

@@ -41,6 +41,8 @@ logger = logging.getLogger(__name__)
 _REFRESH_S: Final = 1.0
 # How long look-ups go by the ring before a change: shards have to be told first.
 _SETTLE_S: Final = 3.0
+# A shard that had less than this part of a look-up's time is slow perhaps, and no sign of silence.
+_SILENT_SHARE: Final = 0.25
 # How long one member after the other is waited for while none is connected.
 _LOOK_S: Final = 0.1
 # How long a failed read is remembered, and how many are.
@@ -222,6 +224,7 @@ class Nodes:
         """Ask shards side by side; return their answers, and who gave none."""
         asked: dict[NodeId, tuple[Node, Asked[protocol.LookupReply]]] = {}
         failed: set[NodeId] = set()
+        silent_s = _SILENT_SHARE * self._config.match_timeout_s
         for question in questions:
             with self._changed:
                 node = self._nodes.get(question.node)
@@ -240,6 +243,8 @@ class Nodes:
             except KVPoolError as error:
                 logger.debug("the directory at %s does not answer: %s", name, error)
                 node.breaker.failed()
+                if isinstance(error, TransferTimeoutError) and timeout_s >= silent_s:
+                    node.pool.note_silence()  # a read waits for one process once
                 failed.add(name)
                 continue
             node.breaker.succeeded()

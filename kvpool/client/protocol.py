@@ -34,6 +34,7 @@ from kvpool.client.kvpool_pb2 import (
     ReleaseRequest,
     ReportRequest,
     StatsReply,
+    StayRequest,
     StoreReply,
     StoreRequest,
     Tier,
@@ -73,6 +74,7 @@ __all__ = [
     "ReleaseRequest",
     "ReportRequest",
     "StatsReply",
+    "StayRequest",
     "StoreReply",
     "StoreRequest",
     "Tier",
@@ -102,6 +104,7 @@ _DIRECTORY: Final = "v1.Directory"
 
 CONFIGURE = Method(_POOL, "Configure", ConfigureRequest, Welcome)
 HELLO = Method(_POOL, "Hello", HelloRequest, Done)
+STAY = Method(_POOL, "Stay", StayRequest, Done, streams=True)
 MATCH = Method(_POOL, "Match", MatchRequest, MatchReply)
 LEASE = Method(_POOL, "Lease", LeaseRequest, LeaseReply)
 REPORT = Method(_POOL, "Report", ReportRequest, Done)

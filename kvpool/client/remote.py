@@ -240,6 +240,10 @@ class RemotePool(BlockPool):
             return False
         return True
 
+    def note_silence(self) -> None:
+        """Take note that the server's process did not answer in time: it is given a pause."""
+        self._keeper.note_silence()
+
     def is_near(self) -> bool:
         """Say whether the server's memory is mapped here: it is on this host."""
         try:

@@ -42,8 +42,9 @@ OPTIONS: Final = [
     ("grpc.enable_http_proxy", 0),
     # A process that was restarted at the same address is found again within a second.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
+    # gRPC's name for how long one try to connect may take: the other side may be busy, or far away.
+    ("grpc.min_reconnect_backoff_ms", 2000),
 ]
 
 
@@ -164,6 +165,32 @@ class Asked(Generic[Reply]):
         self._call.cancel()
 
 
+class Stayed:
+    """A call that lasts as long as its connection and the other side. Safe from any thread."""
+
+    def __init__(self, call: Any) -> None:
+        self._call = call
+
+    def alive(self) -> bool:
+        """Say whether it has not ended; one that the other side does not know has no end."""
+        return not self._call.done() or self._is_unknown()
+
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Call back once it has ended, on a thread of gRPC's; at once if it has already."""
+
+        def ended() -> None:
+            if not self._is_unknown():
+                callback()
+
+        if not self._call.add_callback(ended):
+            ended()
+
+    def _is_unknown(self) -> bool:
+        """Say whether the other side is of a version that has no such method."""
+        unknown: bool = self._call.done() and self._call.code() == grpc.StatusCode.UNIMPLEMENTED
+        return unknown
+
+
 class Caller:
     """Blocking calls to one address, from any thread. Owns one gRPC channel.
 
@@ -214,6 +241,15 @@ class Caller:
         finally:
             if call is not None:
                 call.cancel()
+
+    def stay(self, method: Method[Request, Reply], request: Request) -> Stayed:
+        """Begin a streaming call that nobody reads: only its end says something. Ends with ``close``."""
+        encoded = encode(request)
+        try:
+            call = self._channel.unary_stream(method.path)(encoded, metadata=self._metadata)
+        except ValueError as error:
+            raise errors.ClosedError("the channel is closed: connect again") from error
+        return Stayed(call)
 
     def send(
         self, method: Method[Request, Reply], requests: Iterator[Request], timeout_s: float

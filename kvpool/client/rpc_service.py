@@ -7,7 +7,7 @@ server of a pool, and the workers.
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -27,6 +27,14 @@ Streaming = Callable[[Any], AsyncIterator[msgspec.Struct | Message]]
 Gate = Callable[[Mapping[str, str], tuple[str, ...]], None]
 
 
+# A caller whose host is gone is found out within these two, while it has a call under way.
+_OPTIONS: Final = [
+    *OPTIONS,
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+]
+
+
 class Service:
     """A gRPC server of methods, in the running asyncio loop.
 
@@ -43,7 +51,7 @@ class Service:
     """
 
     def __init__(self, calls_max: int = 4096, *, gate: Gate | None = None) -> None:
-        self.server = grpc.aio.server(options=OPTIONS, maximum_concurrent_rpcs=calls_max)
+        self.server = grpc.aio.server(options=_OPTIONS, maximum_concurrent_rpcs=calls_max)
         self._gate = gate
         self._handlers: dict[str, dict[str, grpc.RpcMethodHandler]] = {}
 

@@ -14,7 +14,7 @@ from kvpool.arena import Slots
 from kvpool.block import HASH_BYTES
 from kvpool.client import protocol
 from kvpool.client.streams import cut
-from kvpool.errors import CapacityError, CorruptionError, UsageError
+from kvpool.errors import CapacityError, CorruptionError, StaleIncarnationError, UsageError
 from kvpool.memory import BlockView, Crcs
 from kvpool.pool import Pool
 from kvpool.server.served_pool import ServedPool
@@ -106,7 +106,7 @@ class Leasing:
         try:
             limit = self._served.config.pool.lease_seconds_max
             return self._grant(pool, session, hashes, min(seconds, limit))[0]
-        except CapacityError as error:
+        except (CapacityError, StaleIncarnationError) as error:
             logger.debug("blocks of a store are not held: %s", error)
             return 0
 
@@ -124,7 +124,12 @@ class Leasing:
     def _grant(
         self, pool: Pool, session: Session, hashes: bytes, seconds: float
     ) -> tuple[LeaseId, Slots]:
-        """Lease blocks to a client, within its own and its tenant's quota."""
+        """Lease blocks to a client, within its own and its tenant's quota.
+
+        Raises StaleIncarnationError: its connection ended while the call was waited for, and all that
+        it had was given back.
+        """
+        self._sessions.require_alive(session)
         lease, slots = pool.leases.grant(session.client, hashes, seconds)
         clients = self._sessions.of_tenant(session.tenant)
         try:

@@ -10,8 +10,9 @@ calls it: clients, through ``kvpool.client.protocol``.
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from concurrent.futures import Executor
+from contextlib import aclosing
 from typing import Any, Final
 
 import msgspec
@@ -95,6 +96,7 @@ class PoolService:
         """Add every method to a gRPC service."""
         self._add(service, protocol.CONFIGURE, self._configure)
         self._add(service, protocol.HELLO, self._hello)
+        service.add(protocol.STAY, self._stay)
         self._add(service, protocol.MATCH, self._match)
         self._add(service, protocol.LEASE, self._leasing.lease)
         self._add(service, protocol.REPORT, self._leasing.report)
@@ -196,6 +198,11 @@ class PoolService:
         else:
             await self.sessions.greet(request.client)
         return protocol.Done()
+
+    async def _stay(self, request: protocol.StayRequest) -> AsyncGenerator[protocol.Done]:
+        async with aclosing(self.sessions.stay(request.client)) as kept:
+            async for _ in kept:
+                yield protocol.Done()
 
     async def _match(self, request: protocol.MatchRequest) -> protocol.MatchReply:
         return protocol.MatchReply(

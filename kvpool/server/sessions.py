@@ -7,7 +7,7 @@ thread only posts to it. Who calls it: the service.
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -38,6 +38,7 @@ class Session:
     used_at: float = 0.0
     leases: set[LeaseId] = field(default_factory=set)  # of a client without a connection
     tenant: str = ""
+    stays: bool = False  # without a connection: its ``Stay`` is under way, and ends with it
 
 
 class Sessions:
@@ -125,16 +126,39 @@ class Sessions:
         self._sessions[client] = session
         return session
 
+    def require_alive(self, session: Session) -> None:
+        """Raise StaleIncarnationError if a session has ended: nothing may be granted to it any more."""
+        if self._sessions.get(session.client) is not session:
+            raise StaleIncarnationError("this connection has ended: connect again")
+
+    async def stay(self, client: bytes) -> AsyncGenerator[None]:
+        """Keep a client of streams, and end it with this generator; yields once, when it is kept.
+
+        Raises:
+            StaleIncarnationError: It is not known.
+            UsageError: It has a connection, or stays already.
+        """
+        session = self.get(client)
+        if session.endpoint is not None or session.stays:
+            raise UsageError("this client stays already: a client of streams does, once")
+        session.stays = True
+        try:
+            yield
+            await asyncio.Event().wait()  # for the end of the call: it is cancelled
+        finally:
+            self.end(session)
+
     def end(self, session: Session) -> None:
-        """Forget a client of streams, which says that it ends. One with a connection ends with that."""
-        if session.endpoint is None and self._sessions.pop(session.client, None) is not None:
+        """Forget a client of streams that ends. One with a connection ends with that."""
+        if session.endpoint is None and self._sessions.get(session.client) is session:
+            del self._sessions[session.client]
             self._on_lost(session)
 
     def expire(self, idle_s: float) -> None:
-        """Forget clients without a connection that asked nothing for ``idle_s``."""
+        """Forget clients without a connection that do not stay and asked nothing for ``idle_s``."""
         before = self._loop.time() - idle_s
         for session in list(self._sessions.values()):
-            if session.endpoint is None and session.used_at < before:
+            if session.endpoint is None and not session.stays and session.used_at < before:
                 del self._sessions[session.client]
                 self._on_lost(session)
 

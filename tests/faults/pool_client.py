@@ -1,13 +1,14 @@
 """A client of a pool in a process of its own, for tests that stop or kill it.
 
-``hold`` stores four blocks, leases them and waits to be killed. ``storm`` stores other chains without
-end, on four threads, and says so on stdout after each of the first few. ``count N`` stores N chains
-and ends.
+``hold`` stores a chain, leases it and waits to be killed; ``hold streams`` without a transport.
+``storm`` stores other chains without end, on four threads, and says so on stdout after each of the
+first few. ``count N`` stores N chains and ends.
 """
 
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import count
 from pathlib import Path
 
@@ -60,7 +61,8 @@ def storm(pool: RemotePool) -> None:
 
 
 def main(run_dir: str, job: str, argument: str = "0") -> None:
-    pool = connect(Path(run_dir), LAYOUT, WAIT_S, config=PATIENT)
+    ways = () if argument == "streams" else PATIENT.ways
+    pool = connect(Path(run_dir), LAYOUT, WAIT_S, config=replace(PATIENT, ways=ways))
     if job == "hold":
         store(pool, 1)
         lease = pool.lease(pool.match(chain_of(pool, 1)), 300)

@@ -28,7 +28,7 @@ from kvpool.server.settings_file import parse_settings
 from kvpool.testing.blocks import namespace
 from tests.certificates import Authority
 from tests.etcd_process import free_port
-from tests.faults.pool_client import LAYOUT, PATIENT, WAIT_S, chain_of, store
+from tests.faults.pool_client import CHAIN_BLOCKS, LAYOUT, PATIENT, WAIT_S, chain_of, store
 from tests.server_process import ServerProcess, until
 
 DRAM_BYTES = 256 * LAYOUT.block_bytes
@@ -263,6 +263,39 @@ def test_a_connection_is_its_tenants_alone(secure: Secure) -> None:
             blue.call(protocol.RELEASE, release, WAIT_S)
 
 
+def test_another_tenants_lease_gives_no_bytes_and_stays(secure: Secure) -> None:
+    with ExitStack() as stack:
+        red = stack.enter_context(closing(secure.pool("red")))
+        assert store(red, 6) == CHAIN_BLOCKS
+        held = stack.enter_context(red.lease(red.match(chain_of(red, 6)), 60))
+        blue = stack.enter_context(closing(secure.caller(secure.tenant("blue"))))
+        for client in (greet(blue), held.link.client):
+            read = protocol.ReadRequest(client=client, lease=held.number, first=0, count=1)
+            with pytest.raises((UsageError, StaleIncarnationError)):
+                for _ in blue.stream(protocol.READ, read, WAIT_S):
+                    raise AssertionError("another tenant's bytes were sent")
+            report = protocol.ReportRequest(client=client, lease=held.number, block=0)
+            with pytest.raises((UsageError, StaleIncarnationError)):
+                blue.call(protocol.REPORT, report, WAIT_S)
+        release = protocol.ReleaseRequest(client=greet(blue), lease=held.number)
+        blue.call(protocol.RELEASE, release, WAIT_S)
+        assert secure.stats()["leases"] == 1
+        assert red.match(chain_of(red, 6)).blocks == CHAIN_BLOCKS
+
+
+def test_a_token_that_is_shown_counts_at_the_run_directory_too(secure: Secure) -> None:
+    """Who says that he is a tenant is that one alone there, or nobody; who says nothing is the user."""
+    target = Place.of_run_dir(secure.process.run_dir).target
+    for token, said in (("x" * 64, "lets nobody in"), (token_of("red"), "is no operator")):
+        with (
+            closing(Caller(target, ClientAccess(token=token))) as caller,
+            pytest.raises(UsageError, match=said),
+        ):
+            caller.call(protocol.EVICT, protocol.EvictRequest(), WAIT_S)
+    with closing(Caller(target)) as caller:
+        assert caller.call(protocol.EVICT, protocol.EvictRequest(blocks=0), WAIT_S).blocks == 0
+
+
 def test_a_lease_quota_is_of_all_clients_of_a_tenant(secure: Secure) -> None:
     before = secure.counter("lease_bytes")
     with closing(secure.pool("small")) as first, closing(secure.pool("small")) as second:
@@ -295,6 +328,15 @@ def test_what_concerns_everybody_is_for_operators(secure: Secure) -> None:
             caller.call(protocol.EVICT, protocol.EvictRequest(), WAIT_S)
         with pytest.raises(UsageError, match="is no operator"):
             caller.call(protocol.VERIFY, protocol.Done(), WAIT_S)
+        news = protocol.AnnounceRequest(
+            version=protocol.PROTOCOL_VERSION, node="b", incarnation=bytes(16), names=bytes(32)
+        )
+        with pytest.raises(UsageError, match="operator's token"):
+            caller.call(protocol.ANNOUNCE, news, WAIT_S)
+        with pytest.raises(UsageError, match="only an operator may watch"):
+            next(caller.stream(protocol.WATCH, protocol.Done(), WAIT_S))
+        found = caller.call(protocol.LOOKUP, protocol.LookupRequest(names=bytes(32)), WAIT_S)
+        assert not found.holders
     with closing(secure.caller(secure.tenant("servers"))) as caller:
         assert caller.call(protocol.EVICT, protocol.EvictRequest(blocks=1), WAIT_S).blocks <= 1
 

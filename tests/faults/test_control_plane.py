@@ -1,8 +1,10 @@
 """What a client in any language may count on: health, versions, unknown fields, names that come and go."""
 
+import tempfile
 import threading
 from collections.abc import Iterator
 from contextlib import closing
+from pathlib import Path
 
 import grpc
 import pytest
@@ -13,6 +15,7 @@ from kvpool.client.rpc import MESSAGE_BYTES_MAX, Caller
 from kvpool.errors import UsageError
 from kvpool.server.shard import LOOKUP_NAMES_MAX, NAMES_MAX
 from tests.faults.pool_client import LAYOUT
+from tests.faults.relay import Relay
 from tests.faults.test_ring import BLOCKS, chain, store
 from tests.ring import RingOfServers
 from tests.server_process import WAIT_S, until
@@ -42,6 +45,16 @@ def test_the_standard_health_service_answers(ring: RingOfServers) -> None:
             with pytest.raises(grpc.RpcError) as failed:
                 stub.Check(health_pb2.HealthCheckRequest(service="x"), timeout=WAIT_S)
             assert failed.value.code() == grpc.StatusCode.NOT_FOUND
+
+
+def test_a_server_that_takes_its_time_to_answer_a_connection_is_waited_for(
+    ring: RingOfServers,
+) -> None:
+    control = ring.nodes[0].folder / "run" / protocol.CONTROL_SOCKET
+    with tempfile.TemporaryDirectory(prefix="kvpool-") as folder:
+        path = Path(folder) / "relay"
+        with Relay(path, control, hold_s=0.5), closing(Caller(f"unix:{path}")) as caller:
+            assert caller.call(protocol.STATS, protocol.Done(), WAIT_S).stats["slots"] == 64
 
 
 def _configure(version: int) -> protocol.ConfigureRequest:

@@ -41,6 +41,7 @@ from kvpool.errors import (
 from kvpool.events import ListSink, PeerLost
 from kvpool.memory import Crcs, copy_blocks
 from kvpool.metrics import Metrics
+from kvpool.server.holdings import Holdings
 from kvpool.server.service import PoolService
 from kvpool.testing.blocks import view_of
 from kvpool.transfer.host import HostTransport
@@ -74,7 +75,9 @@ class Running:
 
 
 @contextmanager
-def running(*, copy_threads: int = 2, clients_max: int = 8) -> Iterator[Running]:
+def running(
+    *, copy_threads: int = 2, clients_max: int = 8, holdings: Holdings | None = None
+) -> Iterator[Running]:
     """Run a service; with no copy threads, what it starts to copy does not end by itself."""
     with ExitStack() as stack:
         run_dir = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="kvpool-")))
@@ -98,6 +101,7 @@ def running(*, copy_threads: int = 2, clients_max: int = 8) -> Iterator[Running]
                 metrics=metrics,
                 events=events,
                 clock=SystemClock(),
+                holdings=holdings,
             )
             pool.serve(control)
             pool.addresses["host"] = transport.listen(

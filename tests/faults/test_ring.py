@@ -2,15 +2,21 @@
 
 import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from itertools import count
 
 import numpy as np
 import pytest
 
 from kvpool.base import Chain, StoreResult
+from kvpool.client.access import OPEN
 from kvpool.client.cluster import ClusterPool
+from kvpool.client.nodes import Nodes
 from kvpool.client.parts import ClusterLease
+from kvpool.client.ways import Ways
+from kvpool.clock import ManualClock
 from kvpool.config import TransferConfig
 from kvpool.errors import UnavailableError
 from kvpool.testing.blocks import view_of
@@ -155,6 +161,26 @@ def test_a_read_waits_for_a_stopped_server_for_its_configured_bound_alone(
                         assert pull(pool, lease, 1, ENDLESS_S) == lease.blocks
 
 
+def test_a_server_that_was_silent_in_a_look_up_is_not_waited_for_again(ring: RingOfServers) -> None:
+    config = replace(DEFAULT, match_timeout_s=1.0, backoff_min_s=ENDLESS_S, backoff_max_s=ENDLESS_S)
+    with ring.connect(LAYOUT) as patient, ring.connect(LAYOUT, config) as pool:
+        assert store(patient, 1).stored == BLOCKS
+        match = patient.match(chain(patient, 1))
+        with patient.lease(match, WAIT_S) as lease:
+            stopped = holder(ring, lease)
+        numbers = count(2)
+
+        def given_up() -> bool:
+            assert not pool.match(chain(pool, next(numbers))).blocks
+            return stopped.name not in pool.nodes()
+
+        with stopped.halted():
+            until(given_up, "a look-up that met its shard gives it up as a holder, too")
+            with pool.lease(match, WAIT_S) as lease:
+                assert lease.blocks == 0
+        assert load(patient, 1) == BLOCKS
+
+
 @pytest.mark.parametrize("ways", [("host",), ()], ids=["host", "streams"])
 def test_a_store_goes_on_elsewhere_when_its_server_stops(
     ring: RingOfServers, ways: tuple[str, ...]
@@ -212,6 +238,28 @@ def test_evicted_blocks_leave_the_directory(ring: RingOfServers) -> None:
         for number in range(2, 62):
             assert store(pool, number).stored == BLOCKS
         until(lambda: pool.match(chain(pool, 1)).blocks == 0, "its first blocks were evicted")
+
+
+def test_a_block_that_a_server_lacked_is_not_looked_for_there_for_a_while(
+    ring: RingOfServers,
+) -> None:
+    clock = ManualClock()
+    with ring.connect(LAYOUT) as patient, ExitStack() as stack:
+        assert store(patient, 1).stored == BLOCKS
+        ways = Ways(LAYOUT, PATIENT)
+        nodes = Nodes([ring.nodes[0].address], LAYOUT, ways, PATIENT, OPEN, clock)
+        nodes.open(WAIT_S)
+        pool = stack.enter_context(ClusterPool(nodes, LAYOUT, ways, PATIENT, clock))
+        match = pool.match(chain(pool, 1))
+        assert match.blocks == BLOCKS
+        ring.empty()
+        with pool.lease(match, WAIT_S) as lease:
+            assert lease.blocks == 0
+        assert store(patient, 1).stored == BLOCKS
+        until(lambda: patient.match(chain(patient, 1)).blocks == BLOCKS, "all others find them")
+        assert pool.match(chain(pool, 1)).blocks == 0
+        clock.advance(60.0)
+        assert pool.match(chain(pool, 1)).blocks == BLOCKS
 
 
 def test_descriptors_and_threads_stay_flat_under_kills(ring: RingOfServers) -> None:
