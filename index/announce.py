@@ -91,11 +91,19 @@ class Announcer:
         """Take note that a block left the store, and with it the run that it ends."""
         for name in (block, run_name(block)):
             if self._names.remove(name):
-                # Who owned it before may have it still, and may own it again.
-                for ring in (self._ring, *self._former):
-                    for node in ring.owners(name, self._owners):
-                        if node in self._ring.nodes:
-                            self._tell(node, name, "removed")
+                self._take_back(name)
+
+    def denied(self, block: BlockHash) -> None:
+        """Take note that somebody was told of a block that is not here: it is taken back, known or not."""
+        for name in (block, run_name(block)):
+            self._names.remove(name)
+            self._take_back(name)
+
+    def broken(self, last: BlockHash) -> None:
+        """Take note that a run is not whole, if it ends with this block, which may be here."""
+        name = run_name(last)
+        if self._names.remove(name):
+            self._take_back(name)
 
     def change_ring(self, ring: Ring) -> int:
         """Use another ring: names are told to those who own them now and did not before.
@@ -140,12 +148,27 @@ class Announcer:
         """Say whether a node is to be told everything anew."""
         return node in self._behind
 
-    def lose(self, node: NodeId) -> None:
-        """Take note that a node did not take what it was told, or forgot: it is told all anew."""
-        self._pending.pop(node, None)
+    def lose(self, node: NodeId, untold: tuple[Kind, bytes] = ("stored", b"")) -> None:
+        """Take note that a node did not take what it was told, or forgot: it is told all anew.
+
+        What left is told before: if the node has not forgotten, it would have it for ever.
+
+        Args:
+            node: Who it is.
+            untold: What ``take`` gave last and may not have arrived.
+        """
+        kind, names = untold
+        if node in self._behind and not names:
+            return  # it is known, and only removals wait
+        removed = [name for name in _cut(names) if kind == "removed"]
+        queued: dict[BlockHash, Kind] = {
+            name: "removed" for name in removed if self._names.get(name) is None
+        }
+        queued.update(self._pending.pop(node, {}))
         self._owed.pop(node, None)
         if node in self._ring.nodes:
             self._behind.add(node)
+            self._keep_removals(node, queued)
 
     def restored(self, keys: bytes, parents: bytes) -> None:
         """Take note of blocks that a store held before this process, and of the runs among them.
@@ -186,7 +209,7 @@ class Announcer:
         Changes from now on are queued. What it owns is then for ``owe``; if that does not come about,
         ``lose`` begins anew.
         """
-        self._pending.pop(node, None)
+        self._keep_removals(node, self._pending.pop(node, {}))
         self._owed.pop(node, None)
         self._behind.discard(node)
         return self._ring, self._names.keys()
@@ -243,14 +266,28 @@ class Announcer:
 
     def _tell(self, node: NodeId, name: BlockHash, kind: Kind) -> None:
         """Queue one name for one node. What was queued of the same name is void."""
-        if node in self._behind:
-            return
+        if node in self._behind and kind == "stored":
+            return  # it is among what is told anew, behind what left
         told = self._pending.setdefault(node, {})
         told.pop(name, None)
         told[name] = kind
         if len(told) > PENDING_MAX:
             del self._pending[node]
             self._behind.add(node)
+
+    def _take_back(self, name: BlockHash) -> None:
+        """Tell a name's owners that it left; who owned it before may have it still, and own it again."""
+        for ring in (self._ring, *self._former):
+            for node in ring.owners(name, self._owners):
+                if node in self._ring.nodes:
+                    self._tell(node, name, "removed")
+
+    def _keep_removals(self, node: NodeId, queued: Mapping[BlockHash, Kind]) -> None:
+        kept: dict[BlockHash, Kind] = {
+            name: kind for name, kind in queued.items() if kind == "removed"
+        }
+        if 0 < len(kept) <= PENDING_MAX:
+            self._pending[node] = kept
 
 
 def gone(names: bytes, keys: bytes) -> list[BlockHash]:

@@ -24,6 +24,10 @@ class Holdings(Protocol):
         """
         ...
 
-    def missed(self, name: bytes) -> None:
-        """Hear that a block that somebody asked for is not here: whoever says so is wrong."""
+    def missed(self, names: bytes) -> None:
+        """Hear that a block that somebody asked for is not here: whoever says so is wrong.
+
+        Args:
+            names: Its hash, and those behind it in its chain that were asked for, too.
+        """
         ...

@@ -10,11 +10,12 @@ import logging
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor
+from contextlib import suppress
 from typing import Final, TypeVar
 
 from kvpool.block import HASH_BYTES, BlockHash, NodeId
-from kvpool.errors import CapacityError, KVPoolError
-from kvpool.index.announce import OWNERS, Announcer, gone, moved_names, owned_names
+from kvpool.errors import CapacityError, ClosedError, KVPoolError
+from kvpool.index.announce import OWNERS, RUN_BLOCKS, Announcer, gone, moved_names, owned_names
 from kvpool.index.directory import Kind
 from kvpool.index.ring import Ring
 from kvpool.metrics import Metrics
@@ -96,9 +97,18 @@ class Naming:
             self._metrics.count("kvpool_server_refused_names_total", count)
             return False
 
-    def missed(self, name: bytes) -> None:
-        """Take back a name that is not here."""
-        self._remove_some([BlockHash(name)])
+    def missed(self, names: bytes) -> None:
+        """Take back the first of a chain's names, which is not here, and the run that it is in."""
+        announcer, tier = self._announcer, self._tier
+        first = BlockHash(names[:HASH_BYTES])
+        if announcer is None or tier is None or self._closed:
+            return
+        with suppress(ClosedError):
+            if not tier.match(first):
+                announcer.denied(first)
+                for at in range(HASH_BYTES, min(len(names), RUN_BLOCKS * HASH_BYTES), HASH_BYTES):
+                    announcer.broken(BlockHash(names[at : at + HASH_BYTES]))
+            self._spread()
 
     def tick(self) -> None:
         """Scan the tiers for names that are not there any more, if blocks have left since."""
@@ -163,10 +173,10 @@ class Naming:
         """Return what to tell a node next, and no longer owe it."""
         return ("stored", b"") if self._announcer is None else self._announcer.take(node, NAMES_MAX)
 
-    def lose(self, node: NodeId) -> None:
-        """Take note that a node has to be told everything anew."""
+    def lose(self, node: NodeId, untold: tuple[Kind, bytes] = ("stored", b"")) -> None:
+        """Take note that a node has to be told everything anew, and may not have heard ``untold``."""
         if self._announcer is not None:
-            self._announcer.lose(node)
+            self._announcer.lose(node, untold)
 
     # ---- in the background -----------------------------------------------------------------------
 
@@ -189,6 +199,10 @@ class Naming:
                 self._metrics.count("kvpool_server_moved_names_total", count)
                 logger.info("the ring has %d nodes: %d names to tell", len(after), count)
                 self._spread()
+        except Exception:
+            logger.exception("new owners are not known: everybody is told everything anew")
+            for node in self._ring.nodes:
+                announcer.lose(node)
         finally:
             self._moving = None
 

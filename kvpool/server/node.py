@@ -77,6 +77,7 @@ class Node:
         self._members: Members = ()
         self._peers: dict[NodeId, Teller] = {}
         self._renewing: asyncio.Task[None] | None = None
+        self._ending: set[asyncio.Task[None]] = set()
         self._closed = False
 
     def serve(self, service: Service) -> None:
@@ -130,9 +131,9 @@ class Node:
                 [asyncio.ensure_future(each) for each in telling], timeout=_TOLD_TIMEOUT_S
             )
 
-    def missed(self, name: bytes) -> None:
+    def missed(self, names: bytes) -> None:
         """Take back a name that is not here. See ``Holdings``."""
-        self._naming.missed(name)
+        self._naming.missed(names)
 
     def tick(self) -> None:
         """Look for blocks that left, and for nodes that fell silent. To be called now and then."""
@@ -164,6 +165,9 @@ class Node:
     async def _renew_self(self) -> None:
         try:
             await self._naming.renew(self.store.node)
+        except Exception:
+            logger.exception("this node's own names are not known; tried again with the next news")
+            return
         finally:
             self._renewing = None
         self._spread()
@@ -182,14 +186,14 @@ class Node:
         self._members = members
         nodes = {member.node for member in members} | {self.store.node}
         for node in set(self._peers) - nodes:
-            self._loop.create_task(self._peers.pop(node).close())
+            self._end(self._peers.pop(node))
             self._shard.hide(node)
         for member in members:
             known = self._peers.get(member.node)
             if member.node == self.store.node or (known and known.address == member.address):
                 continue
             if known is not None:
-                self._loop.create_task(known.close())
+                self._end(known)
             self._shard.welcome(member.node)
             try:
                 self._access.require_safe(member.address)
@@ -210,6 +214,12 @@ class Node:
             self._shard.turn(ring)
             self._naming.turn(ring)
             self._spread()
+
+    def _end(self, peer: Teller) -> None:
+        """Close the way to a node that is no member any more, or is elsewhere now."""
+        ending = self._loop.create_task(peer.close())
+        self._ending.add(ending)  # the loop itself would let it go half way
+        ending.add_done_callback(self._ending.discard)
 
     def _announcement(self, kind: Kind, names: bytes, leaving: bool) -> protocol.AnnounceRequest:
         """Return the message that says what this node holds."""

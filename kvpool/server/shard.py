@@ -181,7 +181,9 @@ class Shard:
         if len(request.incarnation) != len(self._own.identity) or not node:
             raise UsageError("an announcement without a node and its incarnation, 16 bytes")
         life = (request.began, request.incarnation)
-        if life < self._lives.get(node, life):
+        # A clock that was set back makes a later run look like an earlier one. It has to wait until the
+        # one before is silent: that is all that tells them apart.
+        if life < self._lives.get(node, life) and node in self._heard:
             raise StaleIncarnationError(f"a later run of node {node} has been heard: stop this one")
         self._lives[node] = life
         reply = protocol.AnnounceReply(incarnation=self._own.identity)

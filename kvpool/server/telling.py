@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 # Longest wait of one announcement.
 _ANNOUNCE_TIMEOUT_S: Final = 2.0
-_NEWS: Final[Kind] = "stored"
+_NOTHING: Final[tuple[Kind, bytes]] = ("stored", b"")
 
 
 class Teller:
@@ -58,6 +58,7 @@ class Teller:
         self._waiting: list[asyncio.Future[None]] = []
         self._incarnation = b""
         self._fails = False
+        self._telling = _NOTHING  # under way: it may not arrive
         self._task = asyncio.get_running_loop().create_task(self._tell())
 
     def wake(self) -> None:
@@ -76,18 +77,22 @@ class Teller:
         await told
 
     async def say_farewell(self, timeout_s: float) -> None:
-        """Say that this node leaves."""
+        """Say that this node leaves, and nothing any more behind that."""
+        await self._stop()
         farewell = self._announce("stored", b"", True)
         await self._caller.call(protocol.ANNOUNCE, farewell, timeout_s)
 
     async def close(self) -> None:
         """End its task and connection."""
+        await self._stop()
+        self._naming.lose(self.node, self._telling)  # it may not have heard it
+        self._release()
+        await self._caller.close()
+
+    async def _stop(self) -> None:
         self._task.cancel()
         with suppress(asyncio.CancelledError):
             await self._task
-        self._naming.lose(self.node)  # what it was being told it may not have heard
-        self._release()
-        await self._caller.close()
 
     def _release(self) -> None:
         waiting, self._waiting = self._waiting, []
@@ -96,8 +101,9 @@ class Teller:
                 told.set_result(None)
 
     async def _tell(self) -> None:
-        names, kind = b"", _NEWS
+        kind, names = _NOTHING
         while True:
+            self._telling = kind, names
             try:
                 reply = await self._caller.call(
                     protocol.ANNOUNCE,
@@ -119,7 +125,7 @@ class Teller:
                 logger.exception("node %s could not be told", self.node)
                 self._failed()
             else:
-                self._fails = False
+                self._fails, self._telling = False, _NOTHING
                 if self._incarnation not in (b"", reply.incarnation):
                     self._naming.lose(self.node)  # another run of it: it has forgotten
                 self._incarnation = reply.incarnation
@@ -139,9 +145,15 @@ class Teller:
                     kind, names = await self._take()
 
     async def _take(self) -> tuple[Kind, bytes]:
-        await self._naming.renew(self.node)
-        return self._naming.take(self.node)
+        try:
+            await self._naming.renew(self.node)
+            return self._naming.take(self.node)
+        except Exception:  # the others must hear from this node all the same
+            logger.exception("what node %s is to be told is not known", self.node)
+            self._naming.lose(self.node)
+            return _NOTHING
 
     def _failed(self) -> None:
         self._fails = True
-        self._naming.lose(self.node)
+        self._naming.lose(self.node, self._telling)
+        self._telling = _NOTHING

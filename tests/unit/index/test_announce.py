@@ -1,10 +1,12 @@
 """What a store tells: earlier runs of it, nodes that forgot, blocks that went; whom a reader asks next."""
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
+from hypothesis import given
 
 from kvpool.block import HASH_BYTES, BlockHash, NodeId, sha256
-from kvpool.index.announce import OWNERS, Announcer, gone, run_names
+from kvpool.index.announce import OWNERS, Announcer, gone, run_name, run_names
 from kvpool.index.lookup import Lookup
 from kvpool.index.ring import BoundedLoad, Ring
 
@@ -70,6 +72,110 @@ def test_a_node_that_forgot_is_told_everything_anew() -> None:
     assert announcer.waiting() == [NODES[2]]
     assert told(announcer, NODES[2]) == first[NODES[2]]
     assert sum(len(names) for names in first.values()) == OWNERS * (200 + 200 // 64)
+
+
+STEP = st.tuples(
+    st.sampled_from(["store", "remove", "arrives", "unsure", "lost", "forgot", "ring"]),
+    st.integers(0, 1),
+)
+
+
+@given(st.lists(STEP, max_size=20))
+def test_whoever_owns_a_name_knows_in_the_end_what_is_here_and_what_left(
+    steps: list[tuple[str, int]],
+) -> None:
+    """However often what it is told does not arrive, or arrives unacknowledged, or it forgets."""
+    rings = [Ring(NODES[:2]), Ring(NODES[:3])]
+    announcer = Announcer(1000, rings[0])
+    known: dict[NodeId, set[BlockHash]] = {node: set() for node in NODES}
+    here: set[BlockHash] = set()
+
+    def tell(node: NodeId, how: str) -> None:
+        kind, names = announcer.take(node, 6)
+        if how != "lost":
+            some = set(cut(names))
+            known[node] = known[node] | some if kind == "stored" else known[node] - some
+        if how in ("lost", "unsure"):
+            announcer.lose(node, (kind, names))
+
+    for kind, number in steps:
+        node = NODES[number]
+        if kind == "store":
+            announcer.stored(chain(4, number), 0, 4)
+            here.update(cut(chain(4, number)))
+        elif kind == "remove":
+            for block in cut(chain(4, number))[2:]:
+                announcer.removed(block)
+                here.discard(block)
+        elif kind == "forgot":
+            known[node].clear()
+            announcer.lose(node)
+        elif kind == "ring":
+            announcer.change_ring(rings[number])
+        elif node in announcer.waiting():
+            tell(node, kind)
+    announcer.change_ring(rings[0])
+    while announcer.waiting():
+        for node in announcer.waiting():
+            tell(node, "arrives")
+    for node in NODES[:2]:
+        owned = {name for name in here if node in rings[0].owners(name, OWNERS)}
+        assert owned <= known[node]
+        assert known[node] <= here  # names that it owned in another ring it drops by itself
+
+
+@pytest.mark.parametrize("again", [0, 1, 2])
+def test_a_removal_that_may_not_have_arrived_is_told_again(again: int) -> None:
+    hashes, node = chain(4), NODES[0]
+    announcer = Announcer(1000, Ring([node]))
+    announcer.stored(hashes, 0, 4)
+    assert told(announcer, node) == set(cut(hashes))
+    left = cut(hashes)[3]
+    announcer.removed(left)
+    for _ in range(again + 1):
+        taken = announcer.take(node, 50)
+        assert taken == ("removed", left)
+        announcer.lose(node, taken)
+        announcer.lose(node)
+    assert announcer.take(node, 50) == ("removed", left)
+    assert told(announcer, node) == set(cut(hashes)[:3])
+    announcer.stored(hashes, 3, 1)
+    announcer.lose(node, ("removed", left))  # it is here again: what is told anew says so
+    assert told(announcer, node) == set(cut(hashes))
+
+
+def test_a_name_that_nobody_was_told_of_is_taken_back_where_it_is_said() -> None:
+    announcer = Announcer(1000, Ring(NODES))
+    block = cut(chain(1))[0]
+    announcer.denied(block)
+    for name in (block, run_name(block)):
+        for node in Ring(NODES).owners(name, OWNERS):
+            assert name in announcer_takes(announcer, node, "removed")
+            announcer.denied(block)
+
+
+def test_a_run_with_a_gap_is_no_run_until_it_is_whole_again() -> None:
+    hashes, ring = chain(64), Ring(NODES[:1])
+    announcer = Announcer(1000, ring)
+    announcer.stored(hashes, 0, 64)
+    last, seven = cut(hashes)[-1], cut(hashes)[7]
+    assert run_name(last) in told(announcer, NODES[0])
+    announcer.denied(seven)
+    announcer.broken(last)
+    assert announcer_takes(announcer, NODES[0], "removed") == {
+        *(seven, run_name(seven), run_name(last)),
+    }
+    announcer.stored(hashes, 7, 1)
+    assert told(announcer, NODES[0]) == {seven}
+    announcer.stored(hashes, 7, 57)
+    assert told(announcer, NODES[0]) == {run_name(last)}
+
+
+def announcer_takes(announcer: Announcer, node: NodeId, kind: str) -> set[BlockHash]:
+    """Take what a node is to be told next, of one kind."""
+    said, names = announcer.take(node, 50)
+    assert said == kind
+    return set(cut(names))
 
 
 def test_what_is_gone_is_said_and_runs_that_are_whole_are_not() -> None:

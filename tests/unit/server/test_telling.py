@@ -1,0 +1,91 @@
+"""What one node says to another: that it is there, whatever fails, until it says that it leaves."""
+
+import asyncio
+import tempfile
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from kvpool.block import NodeId
+from kvpool.client import protocol
+from kvpool.client.access import OPEN
+from kvpool.client.rpc_service import Service
+from kvpool.index.ring import Ring
+from kvpool.metrics import Metrics
+from kvpool.server.naming import Naming
+from kvpool.server.telling import Teller
+
+WAIT_S = 20.0
+NODE = NodeId("b")
+
+
+class Forgetful(Naming):
+    """Fails at finding out what a node is owed."""
+
+    async def renew(self, node: NodeId) -> None:
+        raise MemoryError("no room for all the names")
+
+
+def _run(
+    kind: type[Naming], play: Callable[[Teller, list[protocol.AnnounceRequest]], Awaitable[None]]
+) -> None:
+    async def main(folder: str) -> None:
+        heard: list[protocol.AnnounceRequest] = []
+
+        async def hear(request: protocol.AnnounceRequest) -> protocol.AnnounceReply:
+            heard.append(request)
+            return protocol.AnnounceReply(incarnation=b"i" * 16)
+
+        service = Service()
+        service.add(protocol.ANNOUNCE, hear)
+        address = f"unix:{Path(folder) / 'sock'}"
+        await service.start(address)
+        with ThreadPoolExecutor(1) as executor:
+            naming = kind(Ring([NODE]), executor, Metrics(), lambda: None)
+            teller = Teller(
+                naming,
+                lambda _, names, leaving: protocol.AnnounceRequest(names=names, leaving=leaving),
+                NODE,
+                address,
+                access=OPEN,
+                interval_s=0.005,
+            )
+            try:
+                await play(teller, heard)
+            finally:
+                await teller.close()
+                await service.stop(0)
+
+    with tempfile.TemporaryDirectory(prefix="kvp-") as folder:
+        asyncio.run(main(folder))
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+def test_nothing_is_said_behind_the_farewell() -> None:
+    async def play(teller: Teller, heard: list[protocol.AnnounceRequest]) -> None:
+        await _until(lambda: len(heard) > 2)
+        await teller.say_farewell(WAIT_S)
+        count = len(heard)
+        teller.wake()
+        await asyncio.sleep(0.1)
+        assert heard[-1].leaving
+        assert [one.leaving for one in heard] == [False] * (count - 1) + [True]
+
+    _run(Naming, play)
+
+
+def test_a_node_that_cannot_say_what_it_holds_says_that_it_is_there(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def play(teller: Teller, heard: list[protocol.AnnounceRequest]) -> None:
+        await _until(lambda: len(heard) > 4)
+
+    _run(Forgetful, play)
+    assert "what node b is to be told is not known" in caplog.text
