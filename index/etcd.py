@@ -200,6 +200,10 @@ class EtcdMembership:
             except KVPoolError as error:
                 resumed = True
                 self._say("watch", str(error))
+            except Exception as error:  # whatever etcd says: who follows it goes on
+                logger.exception("a look at etcd failed")
+                resumed = True
+                self._say("watch", f"a look at etcd failed: {error!r}")
             if not resumed and self._clock.now() - began >= self._silence_s:
                 pause_s = _PAUSE_MIN_S
                 continue
@@ -313,14 +317,22 @@ class EtcdMembership:
                 if isinstance(error, UsageError):
                     own.lease = ""  # etcd does not know the lease: another one, then
                 failures += 1
-                self._say("lease", str(error))
-                self._stop.wait(min(_PAUSE_MIN_S * 2**failures, _PAUSE_MAX_S))
-                wait_s = _PAUSE_MIN_S
+                wait_s = self._failed(str(error), failures)
+            except Exception as error:  # this node must stay a member
+                logger.exception("a call to etcd failed")
+                failures += 1
+                wait_s = self._failed(f"a call to etcd failed: {error!r}", failures)
             if own.leaving:
                 with self._changed:  # said or not: the lease ends it
                     if self._own is own:
                         self._own = None
                     self._changed.notify_all()
+
+    def _failed(self, trouble: str, failures: int) -> float:
+        """Say what is wrong, wait a little, and return how long until the next try."""
+        self._say("lease", trouble)
+        self._stop.wait(min(_PAUSE_MIN_S * 2 ** min(failures, 10), _PAUSE_MAX_S))
+        return _PAUSE_MIN_S
 
     def _is_due(self) -> bool:
         own = self._own

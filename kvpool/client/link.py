@@ -355,6 +355,8 @@ class LinkKeeper:
                 logger.warning("the server at %s cannot be used: %s", self.place, error)
             except KVPoolError as error:
                 logger.debug("no server at %s yet: %s", self.place, error)
+            except Exception:  # whatever went wrong: who looks for the server goes on
+                logger.exception("no server at %s yet", self.place)
             else:
                 logger.info("connected to the server at %s again", self.place)
                 self._retry.succeeded()

@@ -297,6 +297,8 @@ class Nodes:
                 self._refresh(Deadline(self._config.request_timeout_s))
             except KVPoolError as error:
                 logger.debug("the members of the ring are not known anew: %s", error)
+            except Exception:  # whatever a server says: who follows the ring goes on
+                logger.exception("the members of the ring are not known anew")
             with self._changed:  # not at once again, however many look-ups say so
                 self._changed.wait_for(lambda: self._closed, _REFRESH_S / 4)
 

@@ -1,15 +1,21 @@
 """The view of the members follows its source, and no fault of the source empties it."""
 
+import threading
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given
 
 from kvpool.block import NodeId
-from kvpool.errors import UsageError
+from kvpool.errors import PeerUnreachableError, UsageError
+from kvpool.index import etcd
+from kvpool.index.etcd import EtcdMembership
+from kvpool.index.etcd_gateway import Gateway, Snapshot
 from kvpool.index.membership import Member, MemberView, StaticMembership
 from kvpool.testing.membership_suite import Listener, member, names
 
 GRACE_S = 10.0
+WAIT_S = 20.0
 NODES = ("a", "b", "c", "d")
 OWN = member("own")
 
@@ -147,3 +153,51 @@ def test_a_subscriber_that_comes_later_does_not_take_a_change_from_others() -> N
     Listener(membership)
     membership.join(member("a", run=2))
     assert [told[0] for told in first.told[1:]] == [member("a"), member("a", run=2)]
+
+
+class Unwell(Gateway):
+    """A way to an etcd that fails so many times, in a way that nobody thought of or out of reach."""
+
+    def __init__(self, failures: int, error: type[Exception]) -> None:
+        super().__init__(["http://127.0.0.1:1"], timeout_s=1.0)
+        self.left = {"read": failures, "grant": failures}
+        self.error = error
+        self.put_key = threading.Event()
+        self.was_read = threading.Event()
+
+    def _fail(self, kind: str) -> None:
+        if self.left[kind]:
+            self.left[kind] -= 1
+            raise self.error("etcd")
+
+    def read(self, prefix: bytes) -> Snapshot:
+        self._fail("read")
+        self.was_read.set()
+        raise PeerUnreachableError("gone again")
+
+    def grant(self, seconds: int) -> str:
+        self._fail("grant")
+        return "7"
+
+    def put(self, key: bytes, value: bytes, lease: str) -> int:
+        self.put_key.set()
+        return 1
+
+
+@pytest.mark.parametrize("error", [PeerUnreachableError, ValueError])
+@pytest.mark.parametrize("failures", [1, 1200])
+def test_a_node_comes_back_however_often_and_however_etcd_failed(
+    monkeypatch: pytest.MonkeyPatch, failures: int, error: type[Exception]
+) -> None:
+    """1,200 failures are 40 minutes without etcd."""
+    monkeypatch.setattr(etcd, "_PAUSE_MIN_S", 1e-6)
+    monkeypatch.setattr(etcd, "_PAUSE_MAX_S", 1e-6)
+    monkeypatch.setattr(etcd.logger, "disabled", True)
+    gateway = Unwell(failures, error)
+    membership = EtcdMembership(gateway)
+    try:
+        membership.join(member("a"))
+        assert gateway.put_key.wait(WAIT_S)
+        assert gateway.was_read.wait(WAIT_S)
+    finally:
+        membership.close()
