@@ -9,13 +9,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Literal, Self, TypeVar
+from typing import Literal, Self, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kvpool.block import HASH_BYTES, BlockHash, BlockLayout, Namespace
-from kvpool.completion import Completion
+from kvpool.completion import Completion, Deadline
 from kvpool.errors import UsageError
 from kvpool.memory import BlockView
 
@@ -254,7 +254,7 @@ class BlockPool(ABC):
 
 
 def require_loadable(
-    layout: BlockLayout, lease: OwnLease | None, dest: BlockView, first: int
+    layout: BlockLayout, lease: OwnLease | None, dest: BlockView, first: int, deadline_s: float
 ) -> OwnLease:
     """Raise unless a pool can begin to load: what every implementation checks first.
 
@@ -263,6 +263,7 @@ def require_loadable(
         lease: What ``load`` was called with; None if it is another pool's.
         dest: As ``load`` takes it.
         first: As ``load`` takes it.
+        deadline_s: As ``load`` takes it.
 
     Returns:
         The lease.
@@ -270,6 +271,7 @@ def require_loadable(
     Raises:
         UsageError, LayoutMismatchError: It does not fit.
     """
+    Deadline(deadline_s)
     if lease is None:
         raise UsageError("the lease is of another pool: lease from the pool that loads")
     layout.require_equal(dest.layout)
@@ -279,7 +281,14 @@ def require_loadable(
     return lease
 
 
-def require_storable(layout: BlockLayout, chain: Chain, source: BlockView, first: int) -> None:
+def require_storable(
+    layout: BlockLayout,
+    chain: Chain,
+    source: BlockView,
+    first: int,
+    durability: Durability,
+    deadline_s: float,
+) -> None:
     """Raise unless a pool can begin to store: what every implementation checks first.
 
     Args:
@@ -287,10 +296,15 @@ def require_storable(layout: BlockLayout, chain: Chain, source: BlockView, first
         chain: As ``store`` takes it.
         source: As ``store`` takes it.
         first: As ``store`` takes it.
+        durability: As ``store`` takes it.
+        deadline_s: As ``store`` takes it.
 
     Raises:
         UsageError, LayoutMismatchError: They do not fit.
     """
+    Deadline(deadline_s)
+    if durability not in get_args(Durability):
+        raise UsageError(f"durability {durability!r} is not one of {get_args(Durability)}")
     layout.require_equal(source.layout)
     _require_within(first, len(source), len(chain), "a chain")
 

@@ -13,12 +13,16 @@ import math
 import threading
 import time
 from collections.abc import Callable, Generator
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
-from kvpool.errors import CancelledTransferError, TransferTimeoutError
+from kvpool.errors import CancelledTransferError, TransferTimeoutError, UsageError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+
+# Eleven days. Of a longer wait, or an endless one, so much is waited: locks, sockets and epoll count
+# in numbers that end not far behind it.
+LONGEST_S: Final = 1e6
 
 
 class Completion(Generic[T]):
@@ -58,9 +62,10 @@ class Completion(Generic[T]):
             TransferTimeoutError: ``timeout_s`` passed. The operation goes on.
         """
         self._start()
+        within_s = Deadline(timeout_s).remaining_s()
         with self._condition:
             if not self._condition.wait_for(
-                lambda: self._layers_ready > layer or self._done, timeout_s
+                lambda: self._layers_ready > layer or self._done, within_s
             ):
                 raise TransferTimeoutError(f"layer {layer} did not arrive within {timeout_s} s")
             return self._layers_ready > layer
@@ -79,8 +84,9 @@ class Completion(Generic[T]):
             runner()
         if not self._done:
             self._start()
+            within_s = Deadline(timeout_s).remaining_s()
             with self._condition:
-                if not self._condition.wait_for(lambda: self._done, timeout_s):
+                if not self._condition.wait_for(lambda: self._done, within_s):
                     raise TransferTimeoutError(f"not complete within {timeout_s} s")
         return self.result()
 
@@ -212,10 +218,20 @@ class CompletionSource(Generic[T]):
 
 
 class Deadline:
-    """A point in monotonic time that an operation must not pass."""
+    """A point in monotonic time that an operation must not pass: ``LONGEST_S`` from now at most.
+
+    Raises:
+        UsageError: ``seconds`` is no number.
+    """
 
     def __init__(self, seconds: float) -> None:
-        self.at = time.monotonic() + seconds
+        try:
+            left_s = min(seconds + 0.0, LONGEST_S)
+        except (TypeError, OverflowError) as error:
+            raise UsageError(f"{seconds!r} is no number of seconds") from error
+        if math.isnan(left_s):
+            raise UsageError("NaN is no number of seconds")
+        self.at = time.monotonic() + left_s
 
     def remaining_s(self) -> float:
         """Return the seconds left, never below 0."""

@@ -15,7 +15,7 @@ from kvpool.arena import Slots
 from kvpool.block import HASH_BYTES, BlockHash
 from kvpool.clock import Clock
 from kvpool.config import PoolConfig
-from kvpool.errors import CorruptionError, KVPoolError, UsageError
+from kvpool.errors import CorruptionError, UsageError
 from kvpool.memory import BlockView, Span, copy_blocks
 from kvpool.tiers.base import BlockTokens, Tier
 from kvpool.tiers.lease import LeaseId, LeaseTable
@@ -82,7 +82,7 @@ class PoolLeases:
         if tokens is not None:
             try:
                 same = self._tier.same_tokens(slots, tokens[: len(slots)])
-            except KVPoolError:
+            except BaseException:
                 self._tier.unpin(slots)
                 raise
             self._tier.unpin(slots[same:])
@@ -94,7 +94,7 @@ class PoolLeases:
                 lease = self._table.grant(client, held, size_bytes, seconds, self._clock.now())
                 self._hits += len(slots)
                 self._misses += len(hashes) // HASH_BYTES - len(slots)
-        except KVPoolError:
+        except BaseException:
             self._tier.unpin(slots)
             raise
         return lease, slots

@@ -39,7 +39,6 @@ from kvpool.errors import (
     ConfigError,
     CorruptionError,
     LayoutMismatchError,
-    LeaseExpiredError,
     UnavailableError,
     UsageError,
 )
@@ -221,15 +220,15 @@ class Pool(BlockPool):
         """Copy leased blocks out, verified, layer by layer. See ``BlockPool``."""
         self._require_usable()
         own = lease if isinstance(lease, PoolLease) and lease.pool is self else None
-        leased = require_loadable(self.layout, own, dest, first)
+        leased = require_loadable(self.layout, own, dest, first, deadline_s)
         source: CompletionSource[int] = CompletionSource()
+        look = self._operations.look(source, deadline_s)
         self._operations.enter()
         try:
             held = self.leases.begin(leased.lease_id)
-        except LeaseExpiredError:
+        except BaseException:
             self._operations.leave()
             raise
-        look = self._operations.look(source, deadline_s)
 
         def work() -> int:
             try:
@@ -250,11 +249,12 @@ class Pool(BlockPool):
     ) -> Completion[StoreResult]:
         """Copy blocks in. See ``BlockPool``."""
         self._require_usable()
-        require_storable(self.layout, chain, source, first)
+        require_storable(self.layout, chain, source, first, durability, deadline_s)
         hashes = chain.hashes[first * HASH_BYTES : (first + len(source)) * HASH_BYTES]
         parent = chain.parent(first) if len(source) else None
         tokens = chain.block_tokens(first, len(source))
         end: CompletionSource[StoreResult] = CompletionSource()
+        deadline, look = Deadline(deadline_s), self._operations.look(end, deadline_s)
         room = ExitStack()
         if durability == "ssd":
             room.enter_context(self.tier.durable_room(len(source) * self.layout.block_bytes))
@@ -263,7 +263,6 @@ class Pool(BlockPool):
         except BaseException:
             room.close()
             raise
-        deadline, look = Deadline(deadline_s), self._operations.look(end, deadline_s)
 
         def work() -> StoreResult:
             with room:
@@ -310,6 +309,8 @@ class Pool(BlockPool):
         if self._closed:
             return
         self._closed = True
+        if os.getpid() != self._process:  # what is under way, and the tier, are its parent's
+            return
         self._operations.close(_CLOSE_TIMEOUT_S)
         self.leases.clear()
         self.tier.close()

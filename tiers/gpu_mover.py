@@ -9,8 +9,8 @@ on a device and keeps blocks below it.
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Generator, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Final
 
 import numpy as np
@@ -109,10 +109,11 @@ class GpuMover:
             finally:
                 below.settle_run(room)
                 below.abort_run(room[good:])
-            if good < len(held_part):
-                self.tier.drop(BlockHash(rest[good * HASH_BYTES :][:HASH_BYTES]), "corrupt")
-            rows = self.tier.tokens(held_part[:good])
-            _commit(below, room[:good], rest, parent, crcs[:good], rows)
+            with _kept(below, room[:good]):
+                if good < len(held_part):
+                    self.tier.drop(BlockHash(rest[good * HASH_BYTES :][:HASH_BYTES]), "corrupt")
+                rows = self.tier.tokens(held_part[:good])
+                _commit(below, room[:good], rest, parent, crcs[:good], rows)
         finally:
             self.tier.unpin(held)
         return had + good
@@ -145,10 +146,11 @@ class GpuMover:
             finally:
                 self.tier.settle_run(room)
                 self.tier.abort_run(room[good:])
-            if bad:
-                below.drop(BlockHash(rest[good * HASH_BYTES :][:HASH_BYTES]), "corrupt")
-            rows = _tokens_of(below, pinned[:good])
-            _commit(self.tier, room[:good], rest, parent, crcs[:good], rows)
+            with _kept(self.tier, room[:good]):
+                if bad:
+                    below.drop(BlockHash(rest[good * HASH_BYTES :][:HASH_BYTES]), "corrupt")
+                rows = _tokens_of(below, pinned[:good])
+                _commit(self.tier, room[:good], rest, parent, crcs[:good], rows)
         finally:
             below.unpin(pins)
         return had + good
@@ -287,6 +289,16 @@ def _after(keys: bytes, parent: BlockHash | None, had: int) -> tuple[bytes, Bloc
     """Return what follows the blocks that are there already, and its parent."""
     at = had * HASH_BYTES
     return keys[at:], BlockHash(keys[at - HASH_BYTES : at]) if had else parent
+
+
+@contextmanager
+def _kept(tier: Tier, slots: Slots) -> Generator[None, None, None]:
+    """Give slots back if they are not committed after all: the other tier may be closed meanwhile."""
+    try:
+        yield
+    except BaseException:
+        tier.abort_run(slots)
+        raise
 
 
 def _commit(

@@ -8,6 +8,7 @@ and ``read``; whoever uses a tier alone, through the contract, in staging memory
 
 import contextlib
 import logging
+import os
 import threading
 import time
 from collections.abc import Generator, Sequence
@@ -103,6 +104,7 @@ class SsdTier(Tier):
         self.layout = layout
         self.folder = folder
         self._timeout_s = timeout_s
+        self._process = os.getpid()
         self._events: EventSink = events or NullSink()
         self._lock = threading.Lock()
         self._counts = SsdCounts()
@@ -133,7 +135,8 @@ class SsdTier(Tier):
                 self._tell_evicted,
                 max(1, min(WRITE_SLOTS_MAX, WRITE_BYTES // layout.block_bytes)),
             )
-            self.recovery = recover(files, device, self._ledger, self._index, timeout_s)
+            self.recovery, torn = recover(files, device, self._ledger, self._index, timeout_s)
+            self._writer.distrust(torn)
             self._staging = Staging(layout, staging_slots)
             self._noted: dict[Slot, NDArray[np.uint32]] = {}
             undo.pop_all()
@@ -453,7 +456,11 @@ class SsdTier(Tier):
 
         See ``Tier``. If the disk does not answer, or was not in order, the next opening goes by the
         headers. Threads that the kernel holds end when it lets them, and hold the folder until then.
+        In a forked child it touches nothing.
         """
+        if os.getpid() != self._process:  # a fork: the store is its parent's, who goes on
+            self._device = None
+            return
         deadline = Deadline(self._timeout_s)
         with self._lock:
             device, self._device = self._device, None
@@ -466,6 +473,7 @@ class SsdTier(Tier):
                 with self._writer.turn(device, deadline):
                     self._writer.erase_stale(device, deadline)
                     in_order = self._writer.in_order()
+                    self._writer.end()  # who waits behind this would write what the index lacks
             except KVPoolError as error:
                 logger.warning("%s was not closed in order: %s", self.folder, error)
             checksum = self._index.close(deadline.remaining_s())

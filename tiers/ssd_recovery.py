@@ -51,14 +51,21 @@ class Recovery:
 
 def recover(
     files: SsdFiles, device: SsdDevice, ledger: Ledger, index: SsdIndex, timeout_s: float
-) -> Recovery:
-    """Fill an empty ledger. Raises UnavailableError if the disk does not answer for ``timeout_s``."""
+) -> tuple[Recovery, SlotNumbers]:
+    """Fill an empty ledger; also return the torn slots.
+
+    Their headers have to be erased before anything is written: the next intents will not name them,
+    and after another crash nobody would look at their payloads. Raises UnavailableError if the disk
+    does not answer for ``timeout_s``.
+    """
     began = time.monotonic()
+    none = np.zeros(0, dtype=np.uint32)
     if files.superblock.opens == 1:
-        return Recovery(source="new", blocks=0)
+        return Recovery(source="new", blocks=0), none
     if index.found is not None:
         kept = ledger.restore(index.found)
-        return Recovery(source="index", blocks=int(kept.sum()), seconds=time.monotonic() - began)
+        took_s = time.monotonic() - began
+        return Recovery(source="index", blocks=int(kept.sum()), seconds=took_s), none
     with translating("the intents cannot be read", files.folder):
         intents = (files.folder / INTENT_FILE).read_bytes()[:INTENT_BYTES]
     suspects = intent_slots(intents, files.superblock.store_id)
@@ -72,7 +79,7 @@ def recover(
     damaged = damaged_slots(results)
     ledger.mark(np.concatenate([torn, doubled, damaged]), stale=True)
     index.write_all(blocks)
-    return Recovery(
+    recovery = Recovery(
         source="headers",
         blocks=int(kept.sum()),
         torn=len(torn),
@@ -81,6 +88,7 @@ def recover(
         doubled=len(doubled),
         seconds=time.monotonic() - began,
     )
+    return recovery, torn
 
 
 def scan(

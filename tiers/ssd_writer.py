@@ -22,6 +22,7 @@ from kvpool.arena import Slot, SlotNumbers, Slots
 from kvpool.block import HASH_BYTES, SlotIndex
 from kvpool.completion import Deadline
 from kvpool.errors import (
+    ClosedError,
     CorruptionError,
     KVPoolError,
     TransferTimeoutError,
@@ -113,17 +114,21 @@ class SsdWriter:
         self._lock = threading.Lock()
         self._dirty: set[int] = set()
         self._late: dict[SlotIndex, Slot] = {}
+        self._ended = False  # in a turn
 
     @contextmanager
     def turn(self, device: SsdDevice, deadline: Deadline) -> Generator[None, None, None]:
         """Be the one who writes, with what earlier writes left behind tidied up.
 
-        Raises TransferTimeoutError if another has the disk until the deadline, and what the disk said.
+        Raises TransferTimeoutError if another has the disk until the deadline, ClosedError after
+        ``end``, and what the disk said.
         """
         if not self._writing.acquire(timeout=deadline.remaining_s()):
             raise TransferTimeoutError("another write had the disk until the deadline", tier="ssd")
         try:
-            self.reap(device)
+            if self._ended:
+                raise ClosedError("the tier is closed", tier="ssd")
+            self._reap(device)
             with self._lock:
                 dirty = np.array(sorted(self._dirty), dtype=np.uint32)
             for begin in range(0, len(dirty), ERASE_SLOTS_MAX):
@@ -132,8 +137,24 @@ class SsdWriter:
         finally:
             self._writing.release()
 
+    def end(self) -> None:
+        """Have every turn behind this one refused. In a turn: what it leaves is what stays."""
+        self._ended = True
+
+    def distrust(self, slots: SlotNumbers) -> None:
+        """Have headers that may be half written erased before anything else is. Before any turn."""
+        self._dirty.update(slots.tolist())
+
     def reap(self, device: SsdDevice) -> None:
-        """Take back the slots that the kernel has let go of."""
+        """Take back the slots that the kernel has let go of, unless somebody writes: who does will."""
+        if self._writing.acquire(blocking=False):
+            try:
+                self._reap(device)
+            finally:
+                self._writing.release()
+
+    def _reap(self, device: SsdDevice) -> None:
+        """Take slots back. In a turn: what a write left late is known when it has ended."""
         with self._lock:
             for slot in device.settled():
                 del self._late[slot.index]

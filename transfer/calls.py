@@ -93,8 +93,7 @@ class Calls:
         self._stopped = True
 
     def stop(self) -> None:
-        """Drop what waits and what comes."""
+        """Drop timers, and what comes; what was posted is for whoever ends the thread to run."""
         with self._lock:
             self._stopped = True
-            self._posted.clear()
             self._timers.clear()

@@ -13,12 +13,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from typing import Final
 
 from kvpool.errors import UsageError
 
 logger = logging.getLogger(__name__)
 
 Call = Callable[[], None]
+
+# Longest sleep with timers: epoll refuses more than 24 days, and this is none it would notice.
+_SLEEP_S: Final = 3600.0
 
 
 class ProgressLoop:
@@ -126,7 +130,7 @@ class ProgressLoop:
     def _sleep_s(self) -> float | None:
         if not self._timers:
             return None
-        return max(0.0, self._timers[0][0] - time.monotonic())
+        return min(_SLEEP_S, max(0.0, self._timers[0][0] - time.monotonic()))
 
     def _run_posted(self) -> bool:
         """Run what is posted now; True if the loop is to end."""

@@ -252,6 +252,8 @@ class UcxEngine(NativeEngine):
             log.error("a callback does not return: the engine stays open behind it")
             return
         lib.kvp_ucx_close(engine)
+        for call in self._calls.due():  # what was promised to run, such as the end of a write
+            _guarded(call)
         closed = ClosedError("the transport is closed")
         self._end_all(closed)
         for waiting in self._connecting.values():

@@ -160,7 +160,11 @@ def measure(case: Case, sides: Sides, pairs: int, tell: Tell) -> Row:
 def summary(
     case: Case, values: Sequence[float], references: Sequence[float], ceiling: float | None
 ) -> Row:
-    """Turn paired figures into a row."""
+    """Turn paired figures into a row. Raises UsageError: one is 0."""
+    if not (all(values) and all(references)):
+        raise UsageError(
+            f"{case.name}: a figure, or that of the reference, is 0: nothing to compare"
+        )
     ratios = sorted(value / reference for value, reference in zip(values, references, strict=True))
     ratio = statistics.median(ratios)
     spread = (_quantile(ratios, 0.9) - _quantile(ratios, 0.1)) / (2 * ratio)

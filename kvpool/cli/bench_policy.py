@@ -58,6 +58,8 @@ def read_trace(path: Path) -> list[TraceRequest]:
         rest = line.input_length % _BLOCK_TOKENS or _BLOCK_TOKENS
         share = rest / _BLOCK_TOKENS
         requests.append(TraceRequest(at_s=line.timestamp / 1e3, keys=names, last_share=share))
+    if not requests:
+        raise UsageError(f"the trace {path} has no request")
     return requests
 
 

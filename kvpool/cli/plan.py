@@ -6,7 +6,7 @@ Owns the arithmetic; reads a model's ``config.json`` and nothing else. Who calls
 import argparse
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -22,16 +22,19 @@ _GIB: Final = 1 << 30
 _SLOT_ALIGN_BYTES: Final = 4096
 
 
+_Count = Annotated[int, msgspec.Meta(ge=1, le=1 << 24)]
+
+
 class _Config(msgspec.Struct):
     """What of a ``config.json`` says the shape of the KV."""
 
-    num_hidden_layers: int
-    num_attention_heads: int
-    hidden_size: int
-    num_key_value_heads: int | None = None
-    head_dim: int | None = None
-    kv_lora_rank: int | None = None
-    qk_rope_head_dim: int | None = None
+    num_hidden_layers: _Count
+    num_attention_heads: _Count
+    hidden_size: _Count
+    num_key_value_heads: _Count | None = None
+    head_dim: _Count | None = None
+    kv_lora_rank: _Count | None = None
+    qk_rope_head_dim: _Count | None = None
     torch_dtype: str | None = None
     dtype: str | None = None
     max_position_embeddings: int | None = None

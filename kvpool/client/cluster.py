@@ -121,7 +121,7 @@ class ClusterPool(BlockPool):
         """Copy leased blocks out, from another replica where one fails. See ``BlockPool``."""
         self._require_open()
         own = lease if isinstance(lease, ClusterLease) and lease.pool is self else None
-        leased = require_loadable(self.layout, own, dest, first)
+        leased = require_loadable(self.layout, own, dest, first, deadline_s)
         now = self._clock.now()
         if leased.closed or any(part.lease.ends_at <= now for part in leased.parts):
             raise LeaseExpiredError("the lease is closed or has run out: match and lease again")
@@ -144,7 +144,7 @@ class ClusterPool(BlockPool):
         asked for, the result is ``refused`` and says how many there are.
         """
         self._require_open()
-        require_storable(self.layout, chain, source, first)
+        require_storable(self.layout, chain, source, first, durability, deadline_s)
         wanted = self._config.replicas if replicas is None else replicas
         if wanted < 1:
             raise UsageError(f"{wanted} replicas: ask for one or more")

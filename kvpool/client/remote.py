@@ -32,7 +32,7 @@ from kvpool.client.rpc import Method, Reply, Request
 from kvpool.client.stores import Stores
 from kvpool.client.ways import Ways
 from kvpool.clock import Clock, SystemClock
-from kvpool.completion import Completion, CompletionSource, Deadline
+from kvpool.completion import LONGEST_S, Completion, CompletionSource, Deadline
 from kvpool.config import TransferConfig
 from kvpool.errors import (
     CapacityError,
@@ -162,12 +162,12 @@ class RemotePool(BlockPool):
         """Pull blocks out of the server's arena. See ``BlockPool``."""
         self._require_open()
         own = lease if isinstance(lease, RemoteLease) and lease.loads is self._loads else None
-        leased = require_loadable(self.layout, own, dest, first)
+        leased = require_loadable(self.layout, own, dest, first, deadline_s)
         if not len(dest):
             nothing: CompletionSource[int] = CompletionSource()
             nothing.finish(0)
             return nothing.completion
-        return self._loads.start(leased, dest, first, deadline_s)
+        return self._loads.start(leased, dest, first, min(deadline_s, LONGEST_S))
 
     def store(
         self,
@@ -180,7 +180,7 @@ class RemotePool(BlockPool):
     ) -> Completion[StoreResult]:
         """Stage blocks, chunk by chunk, for the server to pull. See ``BlockPool``."""
         self._require_open()
-        require_storable(self.layout, chain, source, first)
+        require_storable(self.layout, chain, source, first, durability, deadline_s)
         durable = durability == "ssd"
         if durable and not self.durable():
             raise CapacityError(

@@ -99,7 +99,7 @@ class FakePool(BlockPool):
     ) -> Completion[int]:
         """Copy at once."""
         own = lease if isinstance(lease, FakeLease) and lease.pool is self else None
-        require_loadable(self.layout, own, dest, first)
+        require_loadable(self.layout, own, dest, first, deadline_s)
         source: CompletionSource[int] = CompletionSource()
         with self.lock:
             self._require_open()
@@ -125,7 +125,7 @@ class FakePool(BlockPool):
         deadline_s: float,
     ) -> Completion[StoreResult]:
         """Copy at once."""
-        require_storable(self.layout, chain, source, first)
+        require_storable(self.layout, chain, source, first, durability, deadline_s)
         if durability != "dram":
             raise CapacityError("there is no ssd tier: store with 'dram'")
         end: CompletionSource[StoreResult] = CompletionSource()

@@ -258,6 +258,29 @@ class PoolSuite(ABC):
 
     # ---- wrong calls ------------------------------------------------------------------------------
 
+    def test_nonsense_is_refused_and_leaves_nothing(self, pool: BlockPool) -> None:
+        """Wrong values of a caller that checks no types, more of them than operations may be queued."""
+        nonsense = [None, "10", float("nan"), b"1"]
+        chain = _chain(pool, SLOTS)
+        blocks = _store(pool, chain, seed=40)
+        out = view_of(self.layout, np.zeros_like(blocks))
+        match = pool.match(chain)
+        for seconds in nonsense:
+            with pytest.raises((UsageError, TypeError)):
+                pool.lease(match, seconds)  # type: ignore[arg-type]  # wrong on purpose
+        with pool.lease(match, WAIT_S) as lease:
+            for wrong in nonsense * 300:
+                with pytest.raises(UsageError):
+                    pool.load(lease, out, deadline_s=wrong)  # type: ignore[arg-type]  # as above
+                with pytest.raises(UsageError):
+                    pool.store(chain, out, deadline_s=wrong)  # type: ignore[arg-type]  # as above
+                with pytest.raises(UsageError):
+                    pool.store(chain, out, durability=wrong, deadline_s=WAIT_S)  # type: ignore[arg-type]  # as above
+            assert pool.load(lease, out, deadline_s=float("inf")).wait(float("inf")) == SLOTS
+        _until(lambda: _nothing_out(pool))
+        # All slots, so none is pinned.
+        _store(pool, self.beside(pool, chain, SLOTS, "other"), seed=41)
+
     def test_blocks_outside_the_lease_or_chain_are_refused(self, pool: BlockPool) -> None:
         chain = _chain(pool, 2)
         view = view_of(self.layout, _store(pool, chain, seed=20))

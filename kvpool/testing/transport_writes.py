@@ -247,6 +247,14 @@ class WriteChecks(TransportScene):
         assert pair.at_reader.write_spans([(here, there)], WAIT_S).wait(WAIT_S) == size
         desk.require_settled()
 
+    def test_a_deadline_of_years_is_one(self, pair: Pair) -> None:
+        """Further off than a selector can sleep."""
+        desk = Desk.open(pair, self.layout, seed=39)
+        size = self.layout.block_bytes
+        for deadline_s in (3e6, 9e8, WAIT_S):
+            assert pair.at_reader.write_spans(desk.whole(1), deadline_s).wait(WAIT_S) == size
+        desk.require_settled()
+
     def test_a_passed_deadline_ends_a_write(self, pair: Pair) -> None:
         desk = Desk.open(pair, self.layout, seed=37)
         pairs = desk.whole(1)

@@ -53,6 +53,19 @@ def row_of(sides: Scripted, *, lower_is_better: bool = False, pairs: int = PAIRS
     return measure(case(lower_is_better=lower_is_better), sides, pairs, lambda what: None)
 
 
+@pytest.mark.parametrize(("value", "reference"), [(0.0, 1.0), (1.0, 0.0), (0.0, 0.0)])
+def test_figures_of_nothing_are_no_row(value: float, reference: float) -> None:
+    with pytest.raises(UsageError, match="nothing to compare"):
+        row_of(Scripted(forever(value), forever(reference)))
+
+
+def test_a_trace_of_no_request_is_refused(tmp_path: Path) -> None:
+    empty = tmp_path / "empty.jsonl"
+    empty.touch()
+    with pytest.raises(UsageError, match="no request"):
+        bench.cases_of("policy", True, traces=[empty])
+
+
 def forever(*figures: float) -> Iterator[float]:
     while True:
         yield from figures

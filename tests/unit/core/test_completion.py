@@ -3,15 +3,33 @@ import threading
 
 import pytest
 
-from kvpool.completion import CompletionSource, Deadline
+from kvpool.completion import LONGEST_S, CompletionSource, Deadline
 from kvpool.errors import (
     CancelledTransferError,
     CorruptionError,
     PeerUnreachableError,
     TransferTimeoutError,
+    UsageError,
 )
 
 WAIT_S = 20.0
+
+
+def test_the_longest_wait_is_one_that_the_system_can_wait() -> None:
+    for seconds in (float("inf"), 1e300, 1e12, 1e9):
+        assert 0.9 * LONGEST_S < Deadline(seconds).remaining_s() <= LONGEST_S
+        source: CompletionSource[int] = CompletionSource()
+        waiter = threading.Timer(0.01, source.finish, [1])
+        waiter.start()
+        assert source.completion.wait(seconds) == 1
+        waiter.join()
+    assert threading.TIMEOUT_MAX > LONGEST_S
+
+
+@pytest.mark.parametrize("nonsense", [None, "1", b"1", float("nan"), [1.0], 10**400])
+def test_a_deadline_that_is_no_number_is_refused(nonsense: float) -> None:
+    with pytest.raises(UsageError):
+        Deadline(nonsense)
 
 
 def test_a_result_is_given_once() -> None:

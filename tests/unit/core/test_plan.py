@@ -27,6 +27,11 @@ DEEPSEEK_V3 = {
     "qk_rope_head_dim": 64,
     "torch_dtype": "bfloat16",
 }
+# Of these two models: each is a count.
+SIZES = (
+    *("num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size"),
+    *("head_dim", "kv_lora_rank", "qk_rope_head_dim"),
+)
 
 
 def write(folder: Path, config: object) -> Path:
@@ -62,6 +67,7 @@ def test_the_stored_dtype_may_be_another(tmp_path: Path) -> None:
         ({"hidden_size": 1}, 16, ""),
         ([], 16, ""),
         ({**LLAMA_8B, "torch_dtype": "int3"}, 16, ""),
+        *(({**LLAMA_8B, size: wrong}, 16, "") for size in SIZES for wrong in (0, -1, "8", 1 << 70)),
         (LLAMA_8B, 7, ""),
         (LLAMA_8B, 16, "int3"),
     ],

@@ -3,7 +3,7 @@
 Everything runs on torch's CPU device, and again on a card where there is one.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvpool.arena import Arena
-from kvpool.block import BlockLayout, new_incarnation
-from kvpool.errors import LayoutMismatchError, TransferTimeoutError, UsageError
+from kvpool.arena import Arena, Slot
+from kvpool.block import BlockHash, BlockLayout, new_incarnation
+from kvpool.errors import ClosedError, LayoutMismatchError, TransferTimeoutError, UsageError
 from kvpool.memory import Span, copy_blocks
 from kvpool.testing.blocks import SMALL_LAYOUT, key, payload, read, view_of
 from kvpool.tiers.dram import DramTier
@@ -22,6 +22,7 @@ from kvpool.tiers.gpu import GpuTier
 from kvpool.tiers.gpu_mover import GpuMover
 from kvpool.tiers.ssd import SsdTier
 from kvpool.tiers.stack import StackTier
+from kvpool.tiers.tokens import TokenRows
 from tests.conftest import Count
 
 LAYOUT = SMALL_LAYOUT
@@ -54,12 +55,16 @@ def empty(slots: int = BLOCKS, layout: BlockLayout = LAYOUT) -> DramTier:
 def full() -> Iterator[DramTier]:
     """Make a DRAM tier with all the blocks, one chain, with their tokens."""
     with empty() as tier:
-        room = tier.reserve_run(BLOCKS)
-        tier.note_tokens(room, TOKENS)
-        crcs = copy_blocks(tier.view(room, writable=True), view_of(LAYOUT, PAYLOADS))
-        tier.settle_run(room)
-        assert tier.commit_run(room, KEYS, None, crcs) == BLOCKS
+        fill(tier)
         yield tier
+
+
+def fill(tier: DramTier) -> None:
+    room = tier.reserve_run(BLOCKS)
+    tier.note_tokens(room, TOKENS)
+    crcs = copy_blocks(tier.view(room, writable=True), view_of(LAYOUT, PAYLOADS))
+    tier.settle_run(room)
+    assert tier.commit_run(room, KEYS, None, crcs) == BLOCKS
 
 
 def assert_at_rest(*tiers: DramTier | GpuTier) -> None:
@@ -76,6 +81,37 @@ def damage(tier: DramTier, number: int) -> None:
     byte = Span(address, 1).view()
     byte[0] ^= 4
     tier.unpin(slots)
+
+
+def test_a_tier_that_closes_meanwhile_leaves_no_slot_in_the_other(gpu: GpuTier) -> None:
+    """At any call of either: a tier that closes is seen at each of its next calls."""
+
+    class Closing(DramTier):
+        """Closes at one of its calls after the copy."""
+
+        def __init__(self, at: str) -> None:
+            super().__init__(Arena(LAYOUT, BLOCKS, new_incarnation()))
+            self.at = at
+
+        def tokens(self, slots: Sequence[Slot]) -> TokenRows:
+            if self.at == "tokens":
+                self.close()
+            return super().tokens(slots)
+
+        def drop(self, key: BlockHash, reason: str) -> bool:
+            if self.at == "drop":
+                self.close()
+            return super().drop(key, reason)
+
+    for at in ("tokens", "drop"):
+        with Closing(at) as below:
+            fill(below)
+            if at == "drop":
+                damage(below, 3)
+            with pytest.raises(ClosedError):
+                GpuMover(gpu, ring_blocks=RING).promote(KEYS, None, below, deadline_s=WAIT_S)
+        assert_at_rest(gpu)
+        assert gpu.match(KEYS) == 0
 
 
 def test_there_and_back_is_byte_for_byte(gpu: GpuTier, full: DramTier) -> None:

@@ -1,11 +1,17 @@
 """What an SSD tier does beyond the contract: whole blocks in and out, chains that last, what is counted."""
 
+import os
+import shutil
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 
+from kvpool.arena import Slots
+from kvpool.completion import Deadline
 from kvpool.errors import (
     ClosedError,
     ConfigError,
@@ -16,8 +22,14 @@ from kvpool.errors import (
 from kvpool.events import BlockEvicted, ListSink
 from kvpool.memory import BlockView, copy_blocks
 from kvpool.testing.blocks import SMALL_LAYOUT, Payload, key, payload, view_of
+from kvpool.tiers.ledger import Ledger
 from kvpool.tiers.ssd import SsdTier
+from kvpool.tiers.ssd_device import SsdDevice
+from kvpool.tiers.ssd_files import read_superblock
 from kvpool.tiers.ssd_format import slot_bytes
+from kvpool.tiers.ssd_index import SsdIndex
+from kvpool.tiers.ssd_stats import SsdCounts
+from kvpool.tiers.ssd_writer import SsdWriter
 
 SLOTS = 8
 WAIT_S = 60.0
@@ -46,6 +58,88 @@ def blocks_of(count: int, seed: int = 1) -> Payload:
 def write(tier: SsdTier, *numbers: int) -> int:
     source = view_of(SMALL_LAYOUT, blocks_of(len(numbers)))
     return tier.write(keys_of(*numbers), None, source, deadline_s=WAIT_S)
+
+
+def test_nobody_writes_behind_a_close(tmp_path: Path) -> None:
+    """Who waited for the disk while it was closed would write what the index then lacks."""
+    tier = open_tier(tmp_path)
+    assert write(tier, 1) == 1
+    device = tier._open()
+    tier.close()
+    with pytest.raises(ClosedError), tier._writer.turn(device, Deadline(WAIT_S)):
+        pass
+    del device  # which holds the folder
+    with open_tier(tmp_path) as again:
+        assert again.recovery.source == "index"
+        assert again.match(keys_of(1)) == 1
+
+
+def test_whoever_looks_takes_no_late_slot_from_who_writes(tmp_path: Path) -> None:
+    """What a write left late is known when it has ended: only then can it be taken back."""
+
+    class Kernel:
+        """Stands in for the device: lets go of one late slot."""
+
+        asked = 0
+
+        def settled(self) -> Slots:
+            self.asked += 1
+            return Slots.of([])
+
+    kernel = Kernel()
+    index = SsdIndex(tmp_path / "index", SLOTS, None)
+    writer = SsdWriter(tmp_path, Ledger(SLOTS), index, SsdCounts(), lambda count: None, SLOTS)
+    device = cast(SsdDevice, kernel)
+    with writer.turn(device, Deadline(WAIT_S)):
+        asked = kernel.asked
+        writer.reap(device)
+        assert kernel.asked == asked
+    writer.reap(device)
+    assert kernel.asked == asked + 1
+    index.close(WAIT_S)
+
+
+def test_what_one_crash_tore_is_not_believed_after_the_next(tmp_path: Path) -> None:
+    """The intents that named it are overwritten by then, and its header says nothing wrong."""
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    with open_tier(first) as tier:
+        for number in range(4):
+            assert write(tier, number) == 1
+        for number in (0, 1):
+            assert tier.drop(key(number), "invalid")
+        assert tier.flush(WAIT_S)  # room in front of what will be torn
+        torn = int(tier.pin(keys_of(3)).indices[0])
+        shutil.copytree(first, second)  # as a crash leaves it
+    with (second / "segment-0000.kvp").open("r+b") as segment:
+        segment.seek(torn * slot_bytes(SMALL_LAYOUT) + 4096)  # behind the header
+        segment.write(bytes(64))
+    with open_tier(second) as tier:
+        assert (tier.recovery.torn, tier.match(keys_of(3))) == (1, 0)
+        for number in (10, 11):
+            assert write(tier, number) == 1
+        shutil.copytree(second, third)
+    with open_tier(third) as tier:
+        assert tier.recovery.source == "headers"
+        assert tier.match(keys_of(3)) == 0
+        assert tier.durable(keys_of(3)) == 0
+        assert [tier.match(keys_of(number)) for number in (2, 10, 11)] == [1, 1, 1]
+
+
+def test_a_forked_child_closes_nothing_of_its_parents(tmp_path: Path) -> None:
+    """Nor says that the store is in order while the parent writes to it."""
+    with open_tier(tmp_path) as tier:
+        assert write(tier, 1) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads, from 3.12 on
+            child = os.fork()
+        if child == 0:
+            tier.close()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        assert not read_superblock(tmp_path).clean
+        assert write(tier, 2) == 1
+    with open_tier(tmp_path) as again:
+        assert again.match(keys_of(1, 2)) == 2
 
 
 def test_blocks_go_in_and_out_of_any_order_in_memory(tier: SsdTier) -> None:

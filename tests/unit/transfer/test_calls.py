@@ -35,13 +35,17 @@ def test_timers_come_by_their_time_and_only_the_earliest_wakes() -> None:
     assert 10 < calls.sleep_s() <= 60
 
 
-def test_nothing_is_run_after_the_stop() -> None:
+def test_what_was_posted_before_the_stop_is_kept_and_nothing_else() -> None:
     calls = Calls(lambda: None)
-    calls.post(lambda: None)
-    calls.call_later(0.0, lambda: None)
+    ran: list[str] = []
+    assert calls.post(lambda: ran.append("before"))
+    calls.call_later(0.0, lambda: ran.append("timer"))
     calls.stop()
-    assert not calls.post(lambda: None)
-    calls.call_later(0.0, lambda: None)
+    assert not calls.post(lambda: ran.append("after"))
+    calls.call_later(0.0, lambda: ran.append("late timer"))
+    for call in calls.due():
+        call()
+    assert ran == ["before"]
     assert calls.due() == []
     assert calls.sleep_s() > 1
 

@@ -104,6 +104,14 @@ def test_timers_run_in_the_order_of_their_times(loop: ProgressLoop) -> None:
     assert ran == ["first", "second"]
 
 
+def test_a_timer_of_years_does_not_end_the_thread(loop: ProgressLoop) -> None:
+    assert loop.run(lambda: loop.call_later(1e12, lambda: None), WAIT_S)
+    ran = threading.Event()
+    assert loop.post(ran.set)
+    assert ran.wait(WAIT_S)
+    assert loop.run(lambda: None, WAIT_S)
+
+
 def test_close_runs_what_was_posted_and_refuses_more() -> None:
     loop = ProgressLoop("test-progress")
     ran: list[int] = []

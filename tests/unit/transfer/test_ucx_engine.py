@@ -210,6 +210,27 @@ def test_a_passed_deadline_closes_the_connection(pair: Pair) -> None:
         pair.endpoint.put([(span_of(64), 0)], WAIT_S)
 
 
+def test_close_runs_what_was_posted() -> None:
+    """Such as the begin of a write, whose completion nobody else would end."""
+    engine = UcxEngine()
+    held, go, ran = threading.Event(), threading.Event(), threading.Event()
+
+    def hold() -> None:
+        held.set()
+        go.wait(WAIT_S)
+
+    assert engine.post(hold)
+    assert held.wait(WAIT_S)
+    assert engine.post(ran.set)
+    closer = threading.Thread(target=engine.close)
+    closer.start()
+    while engine.post(lambda: None):  # until the engine takes no more
+        time.sleep(0.001)
+    go.set()
+    closer.join(WAIT_S)
+    assert ran.is_set()
+
+
 def test_close_tells_both_sides(pair: Pair) -> None:
     lost: list[UcxConnection] = []
     both = threading.Semaphore(0)
