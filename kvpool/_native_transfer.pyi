@@ -10,6 +10,7 @@ from kvpool._native import CData
 class TransferLib:
     """Functions and constants of ``lib`` for transfers."""
 
+    KVP_UCX_TRIAL_BYTES: Final = 65536
     KVP_UCX_READ_AUTO: Final = 0
     KVP_UCX_READ_PUT: Final = 1
     KVP_UCX_READ_GET: Final = 2

@@ -25,7 +25,6 @@ from kvpool.completion import Deadline
 from kvpool.errors import ClosedError, ConfigError, KVPoolError, PeerUnreachableError, UsageError
 from kvpool.memory import Span
 from kvpool.transfer.base import Endpoint, RegionDescriptor, Transport
-from kvpool.transfer.calls import weakly
 from kvpool.transfer.endpoint import CLOSE_TIMEOUT_S, REGIONS_MAX
 from kvpool.transfer.forked import close_in_children
 from kvpool.transfer.registered import Registered
@@ -33,7 +32,7 @@ from kvpool.transfer.ucx_connection import UcxConnection
 from kvpool.transfer.ucx_endpoint import UcxEndpoint
 from kvpool.transfer.ucx_engine import UcxEngine
 from kvpool.transfer.ucx_library import require_trusted
-from kvpool.transfer.ucx_native import ReadMode
+from kvpool.transfer.ucx_native import TRIAL_BYTES, ReadMode
 from kvpool.transfer.ucx_wire import ASKS_MAX, PUT_TIMEOUT_S, Offer
 
 logger = logging.getLogger(__name__)
@@ -52,8 +51,6 @@ _BATCHES_MAX: Final = 1024
 READS_MAX: Final = 1024
 # What libucp says of a put that it sends from where the bytes lie.
 ZERO_COPY: Final = "zero-copy"
-# How often a transport looks, until a large put has been made, how the library carries it.
-_LOOK_S: Final = 1.0
 
 
 class _Probe:
@@ -94,7 +91,8 @@ class UcxTrace:
 
     Attributes:
         put: How libucp describes a put of 64 KiB or more: "put from host memory length 65536
-            zero-copy tcp/lo". Empty until one had to wait; reads are puts of their owner.
+            zero-copy tcp/lo". Known from the first connection on, empty before; reads are puts of
+            their owner.
         lanes: Transport and device of each lane of the open connections.
         puts, put_bytes: How many, all connections since the start.
         coalesced: Spans that went in one put with the span before them.
@@ -110,7 +108,7 @@ class UcxTrace:
     get_bytes: int
 
     def zero_copy(self) -> bool | None:
-        """Say whether bulk is put without a copy in between; None: nothing was put yet."""
+        """Say whether bulk is put without a copy in between; None: nobody has connected yet."""
         return ZERO_COPY in self.put if self.put else None
 
 
@@ -164,6 +162,7 @@ class UcxTransport(Transport):
                 f" {ASKS_MAX * mmap.PAGESIZE} bytes and one endpoint or more",
                 key="transfer.inbox_bytes",
             )
+        self._part += TRIAL_BYTES
         self._inbox = _reserve(self._part * endpoint_max)
         self._lock = threading.Lock()
         self._regions: list[Offer] = []
@@ -188,10 +187,10 @@ class UcxTransport(Transport):
             library=library,
             tls=tls,
             read_mode=read_mode,
+            trial=True,
             name=name,
         )
-        self._warned = False  # the engine's thread, and close after it has none to run
-        self._engine.call_later(_LOOK_S, weakly(self._look_at_puts))
+        self._said_how = False  # the engine's thread
         close_in_children(self)
 
     def register(self, arena: Arena, *, writable: bool = False) -> RegionDescriptor:
@@ -311,7 +310,7 @@ class UcxTransport(Transport):
         return self._engine.library
 
     def put_protocol(self) -> str:
-        """Return how libucp carries puts, in its words; empty until one has had to wait."""
+        """Return how libucp carries bulk, in its words; empty until the first connection."""
         return self._engine.put_protocol()
 
     def counts(self) -> dict[str, int]:
@@ -349,20 +348,16 @@ class UcxTransport(Transport):
         trace = self.trace()
         if trace.puts or trace.gets:
             logger.info("UCX carried %s", trace)
-        self._warn_of_copies(trace.put)
 
-    def _look_at_puts(self) -> None:
-        """Look how bulk is put until the library has said it. On the engine's thread."""
-        if self._closed:
+    def _say_how(self) -> None:
+        """Say once how bulk will go: the engine tried it as the first connection opened."""
+        if self._said_how or self._closed:
             return
-        if put := self.put_protocol():
-            self._warn_of_copies(put)
-        else:
-            self._engine.call_later(_LOOK_S, weakly(self._look_at_puts))
-
-    def _warn_of_copies(self, put: str) -> None:
-        if put and ZERO_COPY not in put and not self._warned:
-            self._warned = True
+        put = self._engine.put_protocol()
+        self._said_how = put != ""
+        if ZERO_COPY in put:
+            logger.info("UCX: %s", put)
+        elif put:
             logger.warning("UCX copies every put: %s; kvpool doctor tries the library", put)
 
     def _require_open(self) -> None:
@@ -395,6 +390,7 @@ class UcxTransport(Transport):
             offers = list(self._regions)
             closed = self._closed
         endpoint.start(offers)
+        self._say_how()
         if closed:
             endpoint.lose(ClosedError("the transport was closed"))
         return endpoint
@@ -409,7 +405,7 @@ class UcxTransport(Transport):
             self._endpoints.discard(endpoint)
         inbox = endpoint.connection.inbox
         assert inbox is not None
-        self._inbox.madvise(mmap.MADV_DONTNEED, inbox.address - self._inbox_address, inbox.size)
+        self._inbox.madvise(mmap.MADV_DONTNEED, inbox.address - self._inbox_address, self._part)
 
     def _tell_regions(self) -> None:
         with self._lock:

@@ -61,6 +61,8 @@ class UcxEngine(NativeEngine):
             whose hardware or kernel reads another process's memory by itself, else as puts. "get"
             over any other lane is for tests, on both sides: a connection that fails in the middle of
             a get that libucp emulates ends the owner's process.
+        trial: Whether peers have the last TRIAL_BYTES of each part for a first put that nobody reads. One
+            whose peer has such room knows ``put_protocol`` from its first connection on.
         endpoint_max: Connections, those that drain included. More are refused.
         batch_max: Batches in flight.
         read_max: Reads in flight, all connections; each needs an inbox to come into.
@@ -87,6 +89,7 @@ class UcxEngine(NativeEngine):
         incarnation: Incarnation | None = None,
         tls: str = "tcp",
         read_mode: ReadMode = "auto",
+        trial: bool = False,
         endpoint_max: int = 16,
         batch_max: int = 256,
         read_max: int = 256,
@@ -106,6 +109,7 @@ class UcxEngine(NativeEngine):
         limits = EngineLimits(
             tls=tls,
             read_mode=read_mode,
+            trial=trial,
             endpoint_max=endpoint_max,
             batch_max=batch_max,
             read_max=read_max,
@@ -302,7 +306,7 @@ class UcxEngine(NativeEngine):
     def _opened(self, event: "UcxEvent") -> None:
         inbox = None
         if self._inbox is not None:
-            inbox = self._inbox.part(event.inbox_offset, self._part)
+            inbox = self._inbox.part(event.inbox_offset, self._part - self._trial_bytes)
         connection = UcxConnection(self, event, inbox)
         with self._lock:
             self._connections[connection.id] = connection

@@ -50,6 +50,8 @@ _READ_MODES: Final = {
     "put": lib.KVP_UCX_READ_PUT,
     "get": lib.KVP_UCX_READ_GET,
 }
+# Room for a peer's trial, at the end of a connection's part of the inbox.
+TRIAL_BYTES: Final = lib.KVP_UCX_TRIAL_BYTES
 # How often strangers at the listener are looked for: longer than a busy machine starves a thread.
 LOOK_S: Final = 5.0
 
@@ -60,6 +62,7 @@ class EngineLimits:
 
     tls: str
     read_mode: ReadMode
+    trial: bool
     endpoint_max: int
     batch_max: int
     read_max: int
@@ -79,7 +82,7 @@ class NativeEngine:
     Args:
         library, host: As for ``UcxEngine``.
         incarnation: Name of this run of the process.
-        inbox: The same; cut into equal parts.
+        inbox: The same; cut into equal parts, whose last TRIAL_BYTES are nobody's if there are trials.
         limits: The same.
 
     Raises:
@@ -102,7 +105,8 @@ class NativeEngine:
         self._inbox = inbox
         self._part = 0 if inbox is None else inbox.size // limits.endpoint_max
         self._part -= self._part % mmap.PAGESIZE
-        if inbox is not None and self._part == 0:
+        self._trial_bytes = TRIAL_BYTES if limits.trial and inbox is not None else 0
+        if inbox is not None and self._part <= self._trial_bytes:
             raise ConfigError(
                 f"an inbox of {inbox.size} bytes has no page for each of {limits.endpoint_max}"
                 " connections",
@@ -125,6 +129,7 @@ class NativeEngine:
                 "incarnation": name,
                 "inbox": 0 if self._inbox is None else self._inbox.address,
                 "inbox_part": self._part,
+                "trial_bytes": self._trial_bytes,
                 "endpoint_max": limits.endpoint_max,
                 "batch_max": limits.batch_max,
                 "read_max": limits.read_max,
@@ -147,7 +152,7 @@ class NativeEngine:
         return engine[0]
 
     def put_protocol(self) -> str:
-        """Return how libucp carries puts, in its words; empty until one has had to wait."""
+        """Return how libucp carries bulk, in its words; empty until it has said so: see ``trial``."""
         text = ffi.new("char[256]")
         with self._lock:
             lib.kvp_ucx_put_protocol(self._live(), text, len(text))

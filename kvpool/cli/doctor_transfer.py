@@ -40,7 +40,8 @@ def ucx_library(host: Host) -> Check:
             found=f"{found}; it copies what it puts over TCP: {chosen.put_protocol}",
             remedy="use a UCX of 1.22 or newer, and unset what UCX_ variables change its protocols",
         )
-    return Check(name="ucx.library", status="ok", found=f"{found}; a put over TCP arrived")
+    how = chosen.put_protocol or "how, it does not say"
+    return Check(name="ucx.library", status="ok", found=f"{found}; a put over TCP arrived: {how}")
 
 
 def ucx_others(host: Host) -> Check:

@@ -20,11 +20,10 @@ from kvpool.errors import KVPoolError
 from kvpool.memory import Span
 from kvpool.transfer.ucx_engine import UcxEngine
 from kvpool.transfer.ucx_library import modules_beside
+from kvpool.transfer.ucx_native import TRIAL_BYTES
 
 _TIMEOUT_S: Final = 10.0
 _PUT_BYTES: Final = 1 << 20
-# Only a put that has to wait for the socket is described: one of these does.
-_PUTS: Final = 8
 _MAPPED: Final = re.compile(r"\s(/\S*/libucp\S*\.so\S*)$", re.MULTILINE)
 
 
@@ -37,7 +36,7 @@ class UcxLibrary:
         why: Why kvpool loads this one; empty for one that it does not load.
         version: As the library says it; empty if it cannot be opened.
         problem: Why it cannot be used; empty if it can.
-        put_protocol: How it carries large puts over TCP, in its own words.
+        put_protocol: How it carries large puts over TCP, in its own words: it is asked of one.
         modules: Names of the transports that lie beside it, such as ``cma`` and ``ib``. TCP and
             shared memory are built in and have no file.
     """
@@ -75,10 +74,10 @@ def attempt(path: str, why: str = "", timeout_s: float = 3 * _TIMEOUT_S) -> UcxL
 
 
 def _try(path: str) -> UcxLibrary:
-    inbox = Span.of(np.frombuffer(mmap.mmap(-1, _PUTS * _PUT_BYTES), dtype=np.uint8))
+    inbox = Span.of(np.frombuffer(mmap.mmap(-1, _PUT_BYTES + TRIAL_BYTES), dtype=np.uint8))
     block = Span.of(np.ones(_PUT_BYTES, dtype=np.uint8))
     with (
-        UcxEngine(inbox=inbox, endpoint_max=1, library=path) as server,
+        UcxEngine(inbox=inbox, endpoint_max=1, library=path, trial=True) as server,
         UcxEngine(endpoint_max=1, library=path) as client,
     ):
         counts = client.counts()
@@ -90,11 +89,10 @@ def _try(path: str) -> UcxLibrary:
         try:
             port = server.listen(lambda endpoint: None)
             with client.connect("127.0.0.1", port, _TIMEOUT_S, server.incarnation) as endpoint:
-                batch = [(block, at * _PUT_BYTES) for at in range(_PUTS)]
-                endpoint.put(batch, _TIMEOUT_S).wait(_TIMEOUT_S)
+                endpoint.put([(block, 0)], _TIMEOUT_S).wait(_TIMEOUT_S)
         except KVPoolError as error:
             return replace(found, version=version, problem=str(error))
-        landed = bytes(inbox.view()) == bytes(block.view()) * _PUTS
+        landed = bytes(inbox.view()[:_PUT_BYTES]) == bytes(block.view())
         problem = "" if landed else "what was put is not what arrived"
         return replace(found, version=version, problem=problem, put_protocol=client.put_protocol())
 

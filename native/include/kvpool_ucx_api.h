@@ -18,6 +18,9 @@ typedef enum {
     KVP_UCX_READ_GET = 2
 } kvp_ucx_read_mode;
 
+/* A first put of so many bytes, which nobody reads, shows how libucp carries bulk. */
+enum { KVP_UCX_TRIAL_BYTES = 65536 };
+
 typedef struct {
     const char *library; /* path of libucp.so, or a bare name for the loader to find */
     const char *host;    /* numeric address to bind and to connect from; decides device and family */
@@ -26,6 +29,7 @@ typedef struct {
     const uint8_t *incarnation; /* 16 bytes */
     uintptr_t inbox;            /* page aligned, endpoint_max * inbox_part bytes; 0 for none */
     size_t inbox_part;          /* bytes of one connection's inbox, a multiple of the page size */
+    size_t trial_bytes; /* of each part, at its end: room for the peer's trial; less than it */
     size_t endpoint_max;        /* 1 to 4096 */
     size_t batch_max;           /* batches in flight, all endpoints, 1 to 65536 */
     size_t read_max;            /* reads in flight, all endpoints, 0 to 65536 */
@@ -182,8 +186,9 @@ void kvp_ucx_stop_events(kvp_ucx *engine);
 /* Make the kvp_ucx_next_event that waits now, or else the next one that finds none, answer KVP_MISS. */
 void kvp_ucx_wake_events(kvp_ucx *engine);
 
-/* How libucp described the latest put that did not complete at once ("zero-copy ..."), as a string.
- * KVP_MISS: every put completed at once so far. For tests and `kvpool doctor`. */
+/* How libucp says that it carries bulk ("zero-copy ..."), as a string: known when OPENED is taken, if
+ * the peer has KVP_UCX_TRIAL_BYTES of room for a trial, else once a put had to wait. KVP_MISS: not
+ * known yet. */
 kvp_status kvp_ucx_put_protocol(kvp_ucx *engine, char *text, size_t text_size);
 /* The lanes that libucp chose for an endpoint, "tcp/eth0 tcp/eth1"; KVP_CLOSED: it is not open. */
 kvp_status kvp_ucx_lanes(kvp_ucx *engine, uint64_t endpoint, char *text, size_t text_size);

@@ -48,7 +48,8 @@ enum { UCX_AM_RECV_REPLY_EP = 1 << 0, UCX_AM_RECV_RNDV = 1 << 17 };
 enum {
     UCX_OP_CALLBACK = 1 << 1,
     UCX_OP_USER_DATA = 1 << 2,
-    UCX_OP_FLAGS = 1 << 4
+    UCX_OP_FLAGS = 1 << 4,
+    UCX_OP_NO_IMM_CMPL = 1 << 16
 };
 enum { UCX_EP_ATTR_REMOTE = 1 << 2, UCX_EP_ATTR_TRANSPORTS = 1 << 3 };
 enum { UCX_REQUEST_INFO = 1 << 0, UCX_REQUEST_INFO_SIZE = 1 << 1 };

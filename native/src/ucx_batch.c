@@ -11,7 +11,7 @@
  * not take; more than a few waiting puts gain nothing and cost memory at a peer that does not read.
  * No put is larger than a slice, so at most 32 MiB of an endpoint are in flight. Small puts are copied
  * by every version: they say nothing of how bulk travels. */
-enum { SLICE_BYTES = 1 << 20, WAITING_PUTS_MAX = 32, DESCRIBED_BYTES_MIN = 1 << 16 };
+enum { SLICE_BYTES = 1 << 20, WAITING_PUTS_MAX = 32, DESCRIBED_BYTES_MIN = KVP_UCX_TRIAL_BYTES };
 
 void kvp_batch_queue(kvp_batch *batch)
 {
@@ -155,6 +155,54 @@ static void describe_put(kvp_ucx *engine, void *request)
         pthread_mutex_lock(&engine->lock);
         snprintf(engine->put_protocol, sizeof(engine->put_protocol), "%s", text);
         pthread_mutex_unlock(&engine->lock);
+    }
+}
+
+static void trial_back(void *request, ucx_status code, void *user_data)
+{
+    kvp_endpoint *endpoint = user_data;
+    endpoint->requests--;
+    if (code != UCX_OK) {
+        kvp_endpoint_fail(endpoint, KVP_PEER, code);
+    }
+    if (endpoint->trial_posting) {
+        endpoint->trial_back = true;
+    } else {
+        endpoint->engine->ucp->request_free(request);
+    }
+}
+
+void kvp_batch_trial(kvp_endpoint *endpoint)
+{
+    static uint8_t nothing[KVP_UCX_TRIAL_BYTES];
+    kvp_ucx *engine = endpoint->engine;
+    const kvp_wire_hello *hello = &endpoint->hello_in;
+    if (engine->put_protocol[0] != '\0' || endpoint->rkey == NULL ||
+        hello->trial_bytes < sizeof(nothing)) {
+        return;
+    }
+    /* Never done at once, or there would be no request to ask; its callback may yet come first. */
+    const ucx_request_param param = {
+        .op_attr_mask = UCX_OP_CALLBACK | UCX_OP_USER_DATA | UCX_OP_NO_IMM_CMPL,
+        .cb = trial_back,
+        .user_data = endpoint,
+    };
+    endpoint->trial_posting = true;
+    endpoint->requests++;
+    void *request = engine->ucp->put_nbx(endpoint->ep, nothing, sizeof(nothing),
+                                         endpoint->peer_inbox + hello->inbox_bytes, endpoint->rkey,
+                                         &param);
+    endpoint->trial_posting = false;
+    if (request == NULL || ucx_is_error(request)) {
+        endpoint->requests--;
+        if (request != NULL) {
+            kvp_endpoint_fail(endpoint, KVP_PEER, ucx_error_of(request));
+        }
+        return;
+    }
+    describe_put(engine, request);
+    if (endpoint->trial_back) {
+        engine->ucp->request_free(request);
     }
 }
 

@@ -111,7 +111,8 @@ static bool sound(const kvp_ucx_config *config)
                   config->batch_max >= 1 && config->batch_max <= BATCHES_MAX &&
                   config->read_max <= READS_MAX && config->copy_helpers <= HELPERS_MAX;
     bool tls = config->tls == NULL || strlen(config->tls) < KVP_TLS_TEXT_MAX;
-    return inbox && heart && counts && tls && config->read_mode <= KVP_UCX_READ_GET &&
+    bool trial = config->trial_bytes == 0 || config->trial_bytes < config->inbox_part;
+    return inbox && trial && heart && counts && tls && config->read_mode <= KVP_UCX_READ_GET &&
            config->look_ns >= 1000000;
 }
 
@@ -178,7 +179,7 @@ static kvp_ucx *make_engine(const kvp_ucx_config *config)
         free_engine(engine);
         return NULL;
     }
-    size_t window = config->inbox_part / KVP_ASKS_MAX;
+    size_t window = (config->inbox_part - config->trial_bytes) / KVP_ASKS_MAX;
     window = window < WINDOW_BYTES_MAX ? window : WINDOW_BYTES_MAX;
     engine->window = window - window % WINDOW_ALIGNMENT;
     for (size_t i = 0; i < config->read_max; i++) {

@@ -185,6 +185,7 @@ struct kvp_endpoint {
     uint64_t silence_max_ns; /* UINT64_MAX: the peer has no heartbeat */
     uint64_t notes_arrived, credit_sent;
     bool beat_busy, hello_came;
+    bool trial_posting, trial_back;
     kvp_wire_head beat;
     kvp_wire_hello hello_out, hello_in;
     uint8_t peer_rkey[KVP_RKEY_BYTES_MAX];
@@ -319,6 +320,8 @@ ucx_status kvp_message_take(void *arg, const void *header, size_t header_size, v
 void kvp_batch_queue(kvp_batch *batch);
 bool kvp_batch_step(kvp_endpoint *endpoint);
 void kvp_batch_look(kvp_endpoint *endpoint); /* act on cancels */
+/* The engine's first put, of bytes that nobody reads: libucp says of it how it carries bulk. */
+void kvp_batch_trial(kvp_endpoint *endpoint);
 void kvp_batch_end_all(kvp_endpoint *endpoint, kvp_status status, ucx_status code);
 
 /* ucx_cuts.c: pure. Does one layer of a block fit a window? Cut the next ask of a read that wants one. */

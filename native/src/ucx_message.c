@@ -73,7 +73,8 @@ void kvp_message_hello(kvp_endpoint *endpoint, kvp_status refusal)
     bool welcome = refusal == KVP_OK && part->rkey != NULL;
     if (welcome) {
         hello->inbox = engine->config.inbox + endpoint->index * engine->config.inbox_part;
-        hello->inbox_bytes = engine->config.inbox_part;
+        hello->inbox_bytes = engine->config.inbox_part - engine->config.trial_bytes;
+        hello->trial_bytes = (uint32_t)engine->config.trial_bytes;
     }
     post(endpoint, hello, sizeof(*hello), part->rkey, welcome ? part->rkey_size : 0);
 }
@@ -112,6 +113,7 @@ static kvp_status judge(const kvp_endpoint *endpoint)
     bool same = hello->ucx_major == ucp->major && hello->ucx_minor == ucp->minor;
     if (!same || hello->from == 0 || hello->note_window == 0 ||
         hello->inbox + hello->inbox_bytes < hello->inbox ||
+        hello->trial_bytes > UINT64_MAX - hello->inbox - hello->inbox_bytes ||
         (hello->inbox_bytes != 0) != (endpoint->peer_rkey_size != 0)) {
         return KVP_INVALID;
     }
@@ -179,6 +181,7 @@ static void open_endpoint(kvp_endpoint *endpoint)
         }
     }
     endpoint->peer_inbox = hello->inbox;
+    kvp_batch_trial(endpoint);
     endpoint->announced = true;
     endpoint->silence_max_ns = UINT64_MAX;
     if (hello->beat_ms != 0) {

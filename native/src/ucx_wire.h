@@ -11,7 +11,7 @@
 
 enum {
     KVP_WIRE_MAGIC = 0x5855564b, /* "KVUX" */
-    KVP_WIRE_VERSION = 4,
+    KVP_WIRE_VERSION = 5,
     KVP_AM_ID = 11,
     KVP_INCARNATION_BYTES = 16,
     KVP_NOTE_BYTES_MAX = 1088,
@@ -52,7 +52,7 @@ typedef struct {
     uint32_t from;    /* the sender's slot index + 1, for the receiver's `to` */
     uint32_t note_window;
     uint32_t beat_ms; /* the sender's heartbeat interval; 0: it has none, and silence is no sign */
-    uint32_t reserved; /* 0 */
+    uint32_t trial_bytes; /* behind the inbox part, of nobody's: for a put that shows how bulk goes */
     uint8_t incarnation[KVP_INCARNATION_BYTES];
     uint8_t expected[KVP_INCARNATION_BYTES]; /* whom the sender means to reach; 0: anybody */
     uint64_t inbox;

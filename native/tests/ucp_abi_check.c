@@ -74,6 +74,7 @@ FIELD(ucx_map_params, prot, ucp_mem_map_params_t, prot);
 SAME(UCX_OP_CALLBACK, UCP_OP_ATTR_FIELD_CALLBACK);
 SAME(UCX_OP_USER_DATA, UCP_OP_ATTR_FIELD_USER_DATA);
 SAME(UCX_OP_FLAGS, UCP_OP_ATTR_FIELD_FLAGS);
+SAME(UCX_OP_NO_IMM_CMPL, UCP_OP_ATTR_FLAG_NO_IMM_CMPL);
 FIELD(ucx_request_param, op_attr_mask, ucp_request_param_t, op_attr_mask);
 FIELD(ucx_request_param, flags, ucp_request_param_t, flags);
 FIELD(ucx_request_param, cb, ucp_request_param_t, cb.send);

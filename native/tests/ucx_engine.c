@@ -32,6 +32,7 @@ typedef struct {
 
 static const char *library;
 static uint64_t look_ns = 60000000000;
+static size_t trial_bytes;
 
 static side open_side(uint8_t name, const char *host)
 {
@@ -46,6 +47,7 @@ static side open_side(uint8_t name, const char *host)
         .incarnation = it.incarnation,
         .inbox = (uintptr_t)it.inbox,
         .inbox_part = PART,
+        .trial_bytes = trial_bytes,
         .endpoint_max = ENDPOINTS,
         .batch_max = 8,
         .heartbeat_interval_ns = SECOND / 10,
@@ -351,6 +353,55 @@ static void test_strangers(void)
     close_side(&server);
 }
 
+static bool all_are(const uint8_t *bytes, size_t size, uint8_t value)
+{
+    return bytes[0] == value && memcmp(bytes, bytes + 1, size - 1) == 0;
+}
+
+/* How bulk goes is known before anybody hears of the first connection, and costs no byte of an inbox. */
+static void test_trial(void)
+{
+    trial_bytes = KVP_UCX_TRIAL_BYTES;
+    side server = open_side(1, "127.0.0.1"), client = open_side(2, "127.0.0.1");
+    trial_bytes = 0;
+    size_t inbox_bytes = PART - KVP_UCX_TRIAL_BYTES;
+    memset(server.inbox, 7, ENDPOINTS * PART);
+    memset(client.inbox, 7, ENDPOINTS * PART);
+    uint16_t port = listen_on(&server);
+    char text[256] = "";
+    CHECK(kvp_ucx_put_protocol(client.engine, text, sizeof(text)) == KVP_MISS);
+    connect_to(&client, "127.0.0.1", port, server.incarnation);
+    kvp_ucx_event opened = next(&client, KVP_UCX_OPENED);
+    CHECK(kvp_ucx_put_protocol(client.engine, text, sizeof(text)) == KVP_OK);
+    CHECK(strstr(text, "zero-copy") != NULL && opened.peer_inbox_bytes == inbox_bytes);
+    const uint8_t *inbox = server.inbox + next(&server, KVP_UCX_OPENED).inbox_offset;
+    CHECK(kvp_ucx_put_protocol(server.engine, text, sizeof(text)) == KVP_OK);
+    CHECK(strstr(text, "zero-copy") != NULL);
+    /* A note comes after what was put before it. */
+    CHECK(kvp_ucx_put(client.engine, opened.endpoint, NULL, 0, (const uint8_t *)"x", 1, 10 * SECOND,
+                      1) == KVP_OK);
+    next(&server, KVP_UCX_ARRIVED);
+    next(&client, KVP_UCX_BATCH);
+    CHECK(all_are(inbox + inbox_bytes, KVP_UCX_TRIAL_BYTES, 0));
+    memset(server.inbox + (inbox - server.inbox) + inbox_bytes, 7, KVP_UCX_TRIAL_BYTES);
+    CHECK(all_are(server.inbox, ENDPOINTS * PART, 7));
+    kvp_ucx_span past = {(uintptr_t)text, 2, inbox_bytes - 1};
+    CHECK(kvp_ucx_put(client.engine, opened.endpoint, &past, 1, NULL, 0, SECOND, 1) == KVP_INVALID);
+    kvp_ucx_counts counts;
+    kvp_ucx_count(client.engine, &counts);
+    CHECK(counts.puts == 0 && counts.put_bytes == 0);
+    /* One trial an engine, not one a connection. */
+    connect_to(&client, "127.0.0.1", port, server.incarnation);
+    uint64_t second = next(&client, KVP_UCX_OPENED).endpoint;
+    next(&server, KVP_UCX_OPENED);
+    CHECK(kvp_ucx_put(client.engine, second, NULL, 0, (const uint8_t *)"x", 1, 10 * SECOND, 2) ==
+          KVP_OK);
+    next(&server, KVP_UCX_ARRIVED);
+    CHECK(all_are(server.inbox, ENDPOINTS * PART, 7));
+    close_side(&client);
+    close_side(&server);
+}
+
 static void test_bad_settings(void)
 {
     uint8_t incarnation[16] = {1};
@@ -367,7 +418,10 @@ static void test_bad_settings(void)
     config.inbox = 64;
     config.inbox_part = PART;
     CHECK(kvp_ucx_open(&config, reason, sizeof(reason), &engine) == KVP_INVALID);
-    config.inbox = config.inbox_part = 0;
+    config.inbox = (uintptr_t)sysconf(_SC_PAGESIZE);
+    config.trial_bytes = PART;
+    CHECK(kvp_ucx_open(&config, reason, sizeof(reason), &engine) == KVP_INVALID);
+    config.inbox = config.inbox_part = config.trial_bytes = 0;
     config.host = "203.0.113.1";
     CHECK(kvp_ucx_open(&config, reason, sizeof(reason), &engine) == KVP_INVALID);
     config.host = "::";
@@ -396,6 +450,7 @@ int main(int argc, char **argv)
     test_churn(&server, &client, port);
     close_side(&client);
     close_side(&server);
+    test_trial();
     test_strangers();
     test_late_listen();
     test_close_with_work("127.0.0.1");

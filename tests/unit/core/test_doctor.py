@@ -269,7 +269,8 @@ def test_the_chosen_library(tmp_path: Path) -> None:
     assert check.status == "ok"
     assert check.found == (
         "UCX 1.22.0 at /wheel/libucp.so, the one of the libucx-cu12 wheel;"
-        " transports: tcp, shared memory, cma, cuda; a put over TCP arrived"
+        " transports: tcp, shared memory, cma, cuda; a put over TCP arrived:"
+        " put from host memory length 1048576 zero-copy tcp/lo"
     )
     slow = UcxLibrary(path="libucp.so.0", version="1.17.0", put_protocol="software emulation tcp")
     check = doctor_transfer.ucx_library(host(tmp_path, chosen=slow))
