@@ -8,7 +8,7 @@ explains them. What is measured lives in modules named by ``SUBJECTS``, each wit
 import math
 import statistics
 from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from importlib import import_module
@@ -132,12 +132,23 @@ def cases_of(subject: str, quick: bool, only: str = "*", traces: Sequence[Path] 
 
 
 def run(cases: Iterable[Case], pairs: int, timer: Timer, tell: Tell) -> Generator[Row, None, None]:
-    """Measure cases one after another."""
+    """Measure cases one after another.
+
+    Raises UsageError at the end, if some could not be set up here, which says what each lacks.
+    """
+    lacking: list[str] = []
     for case in cases:
         tell(f"{case.name}: setting up")
-        with case.open(timer) as sides:
+        with ExitStack() as stack:
+            try:
+                sides = stack.enter_context(case.open(timer))
+            except UsageError as error:
+                lacking.append(f"{case.name}: {error}")
+                continue
             row = measure(case, sides, pairs, tell)
         yield row
+    if lacking:
+        raise UsageError("not measured: " + "; ".join(lacking))
 
 
 def measure(case: Case, sides: Sides, pairs: int, tell: Tell) -> Row:

@@ -15,7 +15,7 @@ from typing import Final, Protocol
 
 from kvpool.cli.bench import Case, Sides, Timer
 from kvpool.cli.bench_transfer import pulls
-from kvpool.cli.bench_ucx import Child, Reader, Scale, Writer
+from kvpool.cli.bench_ucx import Child, Reader, Scale, Writer, sampled
 from kvpool.errors import UsageError
 
 _ROOT: Final = Path(__file__).resolve().parents[2]
@@ -85,7 +85,7 @@ def _open(
     python = interpreter(peer)
     with ExitStack() as stack:
         other = _Peer(stack, python, peer, way, tls, scale)
-        yield _Both(ours(stack, scale, timer), other)
+        yield _Both(ours(stack, scale, timer), other, scale.rounds)
 
 
 @contextmanager
@@ -93,7 +93,7 @@ def _open_ucxx_transport(scale: Scale, timer: Timer) -> Generator[Sides, None, N
     if not _UCXX_PYTHON.exists():
         raise UsageError("ucxx is not installed beside kvpool: make env")
     with ExitStack() as stack:
-        yield _Both(_ours_read(stack, scale, timer), UcxxTransportReads(stack, scale))
+        yield _Both(_ours_read(stack, scale, timer), UcxxTransportReads(stack, scale), scale.rounds)
 
 
 class UcxxTransportReads:
@@ -134,20 +134,21 @@ class _Other(Protocol):
 class _Both:
     ceiling: float | None = None
 
-    def __init__(self, ours: Callable[[], float], other: _Other) -> None:
+    def __init__(self, ours: Callable[[], float], other: _Other, rounds: int) -> None:
         self._ours = ours
         self._other = other
+        self._rounds = rounds
 
     def value(self) -> float:
         # Engines that poll would take the CPU from ours. Theirs finds ours asleep.
         self._other.halt()
         try:
-            return self._ours()
+            return sampled(self._ours, self._rounds)
         finally:
             self._other.go_on()
 
     def reference(self) -> float:
-        return self._other.rate()
+        return sampled(self._other.rate, self._rounds)
 
 
 def interpreter(peer: str, homes: Path = _HOMES) -> Path:

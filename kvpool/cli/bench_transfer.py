@@ -14,7 +14,7 @@ from typing import Final
 
 from kvpool.arena import Arena, Window
 from kvpool.block import BlockLayout
-from kvpool.cli import bench_beside, bench_stream, bench_ucx
+from kvpool.cli import bench_beside, bench_stream, bench_ucx, bench_writes
 from kvpool.cli.bench import Case, Sides, Timer
 from kvpool.cli.bench_reference import CopyReference, Spans, rotate_bytes
 from kvpool.cli.bench_tiers import aligned_room
@@ -43,7 +43,7 @@ def cases(quick: bool) -> list[Case]:
         )
         for name, layers in _LAYERS.items()
     ]
-    more = (bench_ucx, bench_beside, bench_stream)
+    more = (bench_ucx, bench_writes, bench_beside, bench_stream)
     return [*rows, *(case for module in more for case in module.cases(quick))]
 
 

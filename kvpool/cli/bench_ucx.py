@@ -48,16 +48,19 @@ class Scale:
     """How much a sample does.
 
     Attributes:
-        operation_bytes: What it moves.
+        operation_bytes: What it moves at once.
         memory_bytes: What it goes round.
         batches: How many are submitted.
         idle_s: How long nothing is done.
+        rounds: How often it moves that, one after another: once is 30 ms, and one turn of another
+            program's half of it.
     """
 
     operation_bytes: int
     memory_bytes: int
     batches: int
     idle_s: float
+    rounds: int = 1
 
     @classmethod
     def of(cls, quick: bool) -> "Scale":
@@ -66,7 +69,7 @@ class Scale:
             return cls(16 << 20, 64 << 20, 10, 0.2)
         # A power of two, which the stride does not divide.
         memory_bytes = min(1 << (rotate_bytes() - 1).bit_length(), _MEMORY_BYTES_MAX)
-        return cls(64 << 20, memory_bytes, 50, 2.0)
+        return cls(64 << 20, memory_bytes, 50, 2.0, rounds=8)
 
 
 def cases(quick: bool) -> list[Case]:
@@ -138,6 +141,11 @@ class Child:
         )
         stack.callback(self._end)
 
+    @classmethod
+    def python(cls, stack: ExitStack, module: str, *words: str | int) -> "Child":
+        """Start a module of ours with this interpreter."""
+        return cls(stack, sys.executable, "-m", module, *words)
+
     def ask(self, question: str = "") -> str:
         """Write a line, if there is one to write, and read one."""
         assert self._process.stdin is not None
@@ -172,8 +180,7 @@ class Child:
 
 def peer(stack: ExitStack, role: str, size: int, layers: int) -> Child:
     """Start the other side of a row; see ``bench_ucx_peer``."""
-    module = "kvpool.cli.bench_ucx_peer"
-    return Child(stack, sys.executable, "-m", module, role, str(size), str(layers))
+    return Child.python(stack, "kvpool.cli.bench_ucx_peer", role, size, layers)
 
 
 # ---- puts ----------------------------------------------------------------------------------------
@@ -238,6 +245,11 @@ class _Loop:
         return self._count * self._size / took_s / 1e9
 
 
+def sampled(rate: Callable[[], float], rounds: int) -> float:
+    """Move as much so many times; return all bytes over all time, the harmonic mean of the rates."""
+    return rounds / sum(1 / rate() for _ in range(rounds))
+
+
 class _Pair:
     """Two functions as the sides of a case."""
 
@@ -248,19 +260,27 @@ class _Pair:
         self.reference = reference
 
 
+def pair_of_rates(
+    value: Callable[[], float], reference: Callable[[], float], scale: Scale
+) -> Sides:
+    """Return two rates as the sides of a case, each sampled as often as the scale says."""
+    return _Pair(partial(sampled, value, scale.rounds), partial(sampled, reference, scale.rounds))
+
+
 @contextmanager
 def _open_writes(size: int, scale: Scale, timer: Timer) -> Generator[Sides, None, None]:
     with ExitStack() as stack:
         writer = Writer(stack, size, scale, timer)
         loop = _Loop(stack, writer.engine.library, size, scale)
-        yield _Pair(partial(writer.rate, scale.operation_bytes // size), loop.rate)
+        rate = partial(writer.rate, scale.operation_bytes // size)
+        yield pair_of_rates(rate, loop.rate, scale)
 
 
 @contextmanager
 def _open_batches(count: int, scale: Scale, timer: Timer) -> Generator[Sides, None, None]:
     with ExitStack() as stack:
         writer = Writer(stack, _SIZES["64KiB"], scale, timer)
-        yield _Pair(partial(writer.rate, count), partial(writer.rate, count // 4))
+        yield pair_of_rates(partial(writer.rate, count), partial(writer.rate, count // 4), scale)
 
 
 # ---- reads ---------------------------------------------------------------------------------------
@@ -318,7 +338,7 @@ def _open_reads(layers: int, scale: Scale, timer: Timer) -> Generator[Sides, Non
         reader = Reader.over_ucx(stack, layers, scale, timer)
         size = layout(layers).block_bytes
         writer = Writer(stack, size, scale, timer)
-        yield _Pair(reader.rate, partial(writer.rate, scale.operation_bytes // size))
+        yield pair_of_rates(reader.rate, partial(writer.rate, scale.operation_bytes // size), scale)
 
 
 # ---- what it costs beside --------------------------------------------------------------------------

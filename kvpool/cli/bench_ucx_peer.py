@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from typing import Final
 
-from kvpool.arena import Arena
+from kvpool.arena import Arena, Slots
 from kvpool.block import BlockLayout
 from kvpool.cli.bench_tiers import aligned_room
 from kvpool.memory import BlockView, copy_blocks
@@ -42,14 +42,40 @@ def offer_blocks(transport: Transport, address: str, size: int, layers: int) -> 
     """Fill an arena, let it be read, and return what a reader must know."""
     shape = layout(layers)
     arena = Arena(shape, size // shape.block_bytes, transport.incarnation)
+    slots = publish_noise(arena)
+    transport.register(arena)  # which keeps the memory
+    return _told(transport.listen(address, lambda endpoint: None), slots)
+
+
+def publish_noise(arena: Arena) -> Slots:
+    """Fill every slot of an arena, and make it ready; return them."""
+    shape = arena.layout
     slots = arena.reserve_some(arena.slot_count)
     source = BlockView.of_buffer(shape, aligned_room(arena.slot_count * shape.block_bytes))
     crcs = copy_blocks(arena.view(slots), source)
     arena.commit_all(slots, crcs, bytes(32 * len(slots)))
-    transport.register(arena)  # which keeps the memory
-    where = transport.listen(address, lambda endpoint: None)
-    generations = slots.generations.tolist()
-    return {"address": where, "slots": slots.indices.tolist(), "generations": generations}
+    return slots
+
+
+def serve_slots(size: int, layers: int) -> None:
+    """Be written into, slot by slot: ``size`` bytes of them, all reserved."""
+    with UcxTransport("bench-owner") as transport:
+        shape = layout(layers)
+        arena = Arena(shape, size // shape.block_bytes, transport.incarnation)
+        slots = arena.reserve_some(arena.slot_count)
+        transport.register(arena, writable=True)  # which keeps the memory
+        where = transport.listen(
+            "ucx://127.0.0.1:0", lambda endpoint: endpoint.on_notification(_ignore)
+        )
+        _until_the_end(_told(where, slots))
+
+
+def _told(address: str, slots: Slots) -> dict[str, object]:
+    return {
+        "address": address,
+        "slots": slots.indices.tolist(),
+        "generations": slots.generations.tolist(),
+    }
 
 
 def _ignore(note: bytes) -> None:
@@ -64,6 +90,7 @@ def _until_the_end(where: dict[str, object]) -> None:
 ROLES: Final[dict[str, Callable[[int, int], None]]] = {
     "inbox": serve_inbox,
     "blocks": serve_blocks,
+    "slots": serve_slots,
 }
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ import io
 import json
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -128,6 +129,20 @@ def test_a_reference_that_was_once_much_better_is_not_valid() -> None:
     row = row_of(Scripted(forever(7.0), references))
     assert row.spread <= bench.SPREAD_MAX
     assert not row.valid
+
+
+def test_a_row_that_cannot_be_set_up_costs_no_other() -> None:
+    @contextmanager
+    def opened(timer: Timer) -> Generator[Sides, None, None]:
+        raise UsageError("it wants a card")
+        yield
+
+    lame = replace(case(), name="a.lame", open=opened)
+    sound = case(sides=Scripted(forever(1.0), forever(1.0)))
+    rows: list[str] = []
+    with pytest.raises(UsageError, match="not measured: a.lame: it wants a card"):
+        rows.extend(row.name for row in bench.run([lame, sound], 1, lambda: 0.0, lambda what: None))
+    assert rows == ["a.row"]
 
 
 def test_few_pairs_are_no_evidence() -> None:

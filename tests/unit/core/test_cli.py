@@ -33,12 +33,12 @@ def test_names_are_the_ones_of_the_design() -> None:
         "tiers.stack.load_under_flush",
         *(
             f"transfer.tcp.{what}.{size}"
-            for what in ("read", "write")
+            for what in ("read", "write", "write_spans")
             for size in ("64KiB", "1MiB")
         ),
         *(f"transfer.tcp.batch.{count}" for count in (4, 16, 64, 256, 1024)),
         *("transfer.tcp.submit.256", "transfer.tcp.idle"),
-        *("transfer.tcp.beside.killed", "transfer.tcp.beside.stopped"),
+        *(f"transfer.tcp.beside.{fate}" for fate in ("killed", "stopped", "cut", "slow")),
         "transfer.host.pull.64KiB",
         "transfer.host.pull.1MiB",
         "transfer.stream.overlap",
