@@ -1,6 +1,7 @@
 """Nobody gets in who may not, nothing is granted to him, and nothing that is sent ends the server."""
 
 import os
+import socket
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -78,14 +79,19 @@ class Secure:
 
 
 def start(
-    folder: Path, *, mutual: bool = False, expired: bool = False, ucx: bool = False
+    folder: Path,
+    *,
+    mutual: bool = False,
+    expired: bool = False,
+    ucx: bool = False,
+    clients_max: int = 64,
 ) -> Secure:
     """Start a server with tenants and TLS."""
     authority = Authority(folder)
     server = authority.issue("server", expired=expired)
     port, http = free_port(), free_port()
     lines = [
-        '[node]\nname = "a"',
+        f'[node]\nname = "a"\nclients_max = {clients_max}',
         f'[[ring.members]]\nname = "a"\naddress = "127.0.0.1:{port}"',
         "[listen]",
         f'address = "127.0.0.1:{port}"',
@@ -206,6 +212,15 @@ def test_a_server_whose_certificate_expired_is_not_trusted(tmp_path: Path) -> No
         pytest.raises(PeerUnreachableError),
     ):
         caller.call(protocol.STATS, protocol.Done(), WAIT_S)
+
+
+def test_nobody_need_read_what_strangers_have_it_logged(secure: Secure) -> None:
+    """gRPC writes of each to standard error, a pipe here that is full long before the last of these."""
+    host, port = secure.address.split(":")
+    for _ in range(600):
+        with socket.create_connection((host, int(port)), WAIT_S) as stranger:
+            stranger.sendall(b"no TLS at all\n")
+    assert secure.stats()["leases"] == 0
 
 
 # ---- what a tenant may ---------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import pytest
 
 from kvpool.arena import Arena
 from kvpool.block import new_incarnation
+from kvpool.completion import Deadline
 from kvpool.errors import PeerUnreachableError, UsageError
 from kvpool.testing.pair import Collected
 from kvpool.transfer import handshake
@@ -52,9 +53,8 @@ class Hostile:
     """Speaks to a transport's socket by hand."""
 
     def __init__(self, path: str) -> None:
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket = handshake.connect(path, Deadline(WAIT_S))
         self.socket.settimeout(WAIT_S)
-        self.socket.connect(path)
         self.incarnation = new_incarnation()
 
     def send(self, payload: bytes, fds: list[int]) -> None:

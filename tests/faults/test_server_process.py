@@ -15,8 +15,10 @@ import pytest
 
 from kvpool.cli.main import main
 from kvpool.client.connect import connect
+from kvpool.completion import Deadline
 from kvpool.errors import PeerUnreachableError
-from tests.faults.pool_client import LAYOUT, PATIENT, chain_of, store
+from kvpool.transfer import handshake
+from tests.faults.pool_client import CHAIN_BLOCKS, LAYOUT, PATIENT, chain_of, store
 from tests.server_process import WAIT_S, ServerProcess, until
 
 DRAM_BYTES = 64 * LAYOUT.block_bytes
@@ -207,6 +209,21 @@ def test_the_command_line_shows_what_a_server_holds(
             assert len(capsys.readouterr().out.splitlines()) == 4
         shown = dict(line.split() for line in lines)
         assert (shown["slots"], shown["ready"], shown["clients"]) == ("64", str(blocks), "1")
+
+
+def test_nobody_need_read_what_it_logs(run_dir: Path) -> None:
+    """Its standard error is a pipe here, which is full long before the last of these is refused."""
+    with ServerProcess(run_dir, DRAM_BYTES) as server:
+        path = str(run_dir / SOCKETS[1])
+        for _ in range(1500):
+            with handshake.connect(path, Deadline(WAIT_S)) as stranger:
+                stranger.send(b"no hello, and as long as it can be to be quoted" * 4)
+        with connect(run_dir, LAYOUT, WAIT_S, config=PATIENT) as pool:
+            assert store(pool, 1) == CHAIN_BLOCKS
+        server.signal(signal.SIGTERM)
+        assert server.process.wait(WAIT_S) == 0
+        assert server.process.stderr is not None
+        assert server.process.stderr.readline().startswith("kvpool-server WARNING refused process")
 
 
 def test_it_ends_in_time_while_the_arena_is_opened(run_dir: Path) -> None:

@@ -1,20 +1,24 @@
 """How look-ups of conversations spread over shards, and how little moves when a node comes.
 
 Prompts of one service share their beginning: named by what comes first, one shard would be asked for
-all of them. ``spread`` takes prompts of any trace.
+all of them. The prompts are those of a public trace, Mooncake's ``conversation_trace.jsonl``, whose
+shape ``conversations.txt`` has: of each request another one that it begins like, for how many of the
+trace's blocks of 512 tokens, and how many of its own follow.
 """
 
-import random
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import numpy as np
+import pytest
 
 from kvpool.block import HASH_BYTES, BlockHash, NodeId, sha256
 from kvpool.index.announce import OWNERS, Announcer, run_names
 from kvpool.index.directory import Store, Stores
 from kvpool.index.lookup import Lookup, leading_blocks
 from kvpool.index.ring import BoundedLoad, Ring
+from tests.conftest import Count
 
 NODES = [NodeId(f"host-{number}") for number in range(8)]
 HOLDER: Stores = (Store(NODES[0], "pool", bytes(16)),)
@@ -53,33 +57,37 @@ def _found(names: bytes, known: set[bytes]) -> Iterator[Stores]:
         yield HOLDER
 
 
-def conversations(count: int, seed: int) -> Iterator[bytes]:
-    """Yield prompts that all share their first blocks, many of them the next turn of an earlier one."""
-    draw = random.Random(seed)
-    system = b"".join(sha256(b"system %d" % number) for number in range(3))
-    going: list[bytes] = []
-    for number in range(count):
-        if going and draw.random() < 0.6:
-            before = going.pop(draw.randrange(len(going)))
-        else:
-            before = system
-        turn = draw.randrange(1, 40) if draw.random() < 0.9 else draw.randrange(40, 300)
-        hashes = before + b"".join(sha256(b"%d %d" % (number, each)) for each in range(turn))
-        going.append(hashes)
-        yield hashes
+def conversations(count: int, blocks: int) -> Iterator[bytes]:
+    """Yield the prompts of the first requests of the trace, each of its blocks cut into ``blocks``."""
+    lines = Path(__file__).with_name("conversations.txt").read_text().splitlines()
+    prompts: list[list[int]] = []
+    names: list[bytes] = []
+    for line in lines[:count]:
+        like, alike, own = map(int, line.split())
+        prompts.append(prompts[like][:alike] if alike else [])
+        for each in range(len(names), len(names) + own):
+            prompts[-1].append(each)
+            names.append(b"".join(sha256(b"%d %d" % (each, part)) for part in range(blocks)))
+        yield b"".join(names[each] for each in prompts[-1])
 
 
-def test_conversations_that_begin_alike_spread_over_the_shards() -> None:
-    asked, rounds = spread(conversations(1500, seed=5))
+@pytest.mark.parametrize("blocks", [1, 32], ids=["512 tokens", "16 tokens"])
+def test_conversations_that_begin_alike_spread_over_the_shards(blocks: int, count: Count) -> None:
+    requests = count(500 if blocks > 1 else 3000, 12_031)
+    asked, rounds = spread(conversations(requests, blocks))
     mean = asked.total() / len(NODES)
     assert rounds <= 2
-    assert max(asked[node] for node in NODES) <= 1.5 * mean
+    worst = max(asked[node] for node in NODES) / mean
+    assert worst <= 1.5
+    print(
+        f"{requests} prompts, {asked.total()} names asked, {worst:.2f} of the mean, {rounds} rounds"
+    )
 
 
 def test_named_by_its_first_block_one_shard_would_be_asked_of_everybody() -> None:
     """The test above can fail: with all prompts' first name alike, its owners get most of it."""
     ring, asked = Ring(NODES), Counter[NodeId]()
-    for hashes in conversations(1500, seed=5):
+    for hashes in conversations(1000, 1):
         asked[ring.owners(BlockHash(hashes[:HASH_BYTES]), 1)[0]] += 1
     assert max(asked.values()) > 1.5 * asked.total() / len(NODES)
 
