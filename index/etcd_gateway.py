@@ -9,6 +9,7 @@ fields are absent; a lease that is over is answered with status 200 and no TTL.
 
 import base64
 import binascii
+import math
 import socket
 import ssl
 import threading
@@ -130,8 +131,13 @@ class Gateway:
     ) -> None:
         if not endpoints:
             raise ConfigError("no endpoint of etcd: name at least one", key="etcd.endpoints")
+        if not 0 < timeout_s < math.inf:
+            raise ConfigError(
+                f"etcd.timeout_s is {timeout_s}: it must be above 0, and not infinite",
+                key="etcd.timeout_s",
+            )
         for endpoint in endpoints:
-            if not endpoint.startswith(("http://", "https://")):
+            if not _is_url(endpoint):
                 raise ConfigError(
                     f"{endpoint!r} is no endpoint of etcd: write http://HOST:2379 or https://...",
                     key="etcd.endpoints",
@@ -265,6 +271,14 @@ class Gateway:
         except (httpx.HTTPError, httpx.StreamError, OSError) as error:
             self._next()
             raise PeerUnreachableError(f"etcd cannot be reached: {error}") from error
+
+
+def _is_url(endpoint: str) -> bool:
+    try:
+        url = httpx.URL(endpoint)
+    except httpx.InvalidURL:
+        return False
+    return url.scheme in ("http", "https") and bool(url.host)
 
 
 def _changes(response: httpx.Response) -> Generator[list[Pair], None, None]:

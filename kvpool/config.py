@@ -5,6 +5,7 @@ constructors, never named here; nothing here reads the environment. Who calls it
 which parse sizes such as ``8GiB`` with ``parse_size``, and whoever embeds kvpool.
 """
 
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -53,7 +54,8 @@ def _require(valid: bool, key: str, value: object, rule: str) -> None:
 def _require_positive(settings: object, section: str, *names: str) -> None:
     for name in names:
         value = getattr(settings, name)
-        _require(value > 0, f"{section}.{name}", value, "it must be above 0")
+        rule = "it must be above 0, and not infinite"
+        _require(0 < value < math.inf, f"{section}.{name}", value, rule)
 
 
 def _require_port(port: int, key: str) -> None:

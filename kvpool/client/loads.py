@@ -87,6 +87,23 @@ class _Loading(Completion[int]):
             self.pull.cancel()
 
 
+class _Reading(Completion[int]):
+    """The completion of a read through a stream: ``cancel`` ends the call, which may stand still."""
+
+    _give_up: Callable[[], object] | None = None
+
+    def began(self, give_up: Callable[[], object]) -> None:
+        """Take what ends the call."""
+        self._give_up = give_up
+        if self._cancel_requested:
+            give_up()
+
+    def cancel(self) -> None:
+        super().cancel()
+        if self._give_up is not None:
+            self._give_up()
+
+
 @dataclass(slots=True, eq=False)
 class _Load:
     lease: RemoteLease
@@ -210,6 +227,7 @@ class Loads:
     ) -> Completion[int]:
         """Read through a stream, on a thread of the readers."""
         ended: CompletionSource[int] = CompletionSource()
+        reading = ended.completion = _Reading()
         deadline = Deadline(deadline_s)
         request = protocol.ReadRequest(
             client=lease.link.client, lease=lease.number, first=first, count=len(dest)
@@ -219,7 +237,9 @@ class Loads:
             timeout_s = deadline.remaining_s()
             if not timeout_s:
                 raise TransferTimeoutError("the deadline of the load passed before it began")
-            stream = lease.link.caller.stream(protocol.READ, request, timeout_s)
+            stream = lease.link.caller.stream(
+                protocol.READ, request, timeout_s, began=reading.began
+            )
             with closing(stream):
                 for message in stream:
                     if ended.cancel_requested:
@@ -231,6 +251,8 @@ class Loads:
                 with closing(messages()) as coming:
                     ended.finish(join(coming, dest))
             except KVPoolError as error:
+                if ended.cancel_requested:
+                    ended.cancelled()
                 ended.fail(error)
             except Exception as error:
                 logger.exception("a read failed")

@@ -223,15 +223,25 @@ class Caller:
         return Asked(call, decoder(method.reply))
 
     def stream(
-        self, method: Method[Request, Reply], request: Request, timeout_s: float
+        self,
+        method: Method[Request, Reply],
+        request: Request,
+        timeout_s: float,
+        *,
+        began: Callable[[Callable[[], object]], object] | None = None,
     ) -> Generator[Reply, None, None]:
-        """Call a streaming method. Closing the iterator cancels the call at the other side."""
+        """Call a streaming method. Closing the iterator cancels the call at the other side.
+
+        ``began`` is given what cancels the call from any other thread, for the iterator may stand still.
+        """
         decode = decoder(method.reply)
         call: Any = None
         try:
             call = self._channel.unary_stream(method.path)(
                 encode(request), timeout=timeout_s, metadata=self._metadata
             )
+            if began is not None:
+                began(call.cancel)
             for payload in call:
                 yield decode(payload)
         except grpc.RpcError as error:

@@ -32,6 +32,8 @@ _OPTIONS: Final = [
     *OPTIONS,
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    # A second server at one address is refused; else the kernel would share callers among the two.
+    ("grpc.so_reuseport", 0),
 ]
 
 
@@ -84,7 +86,10 @@ class Service:
                 return int(self.server.add_insecure_port(address))
             return int(self.server.add_secure_port(address, credentials))
         except RuntimeError as error:
-            raise errors.UsageError(f"cannot listen at {address}: {error}") from error
+            raise errors.UsageError(
+                f"cannot listen at {address}: is something else at this port, and is the host's name "
+                f"or address one of this machine? ({error})"
+            ) from error
 
     async def start(self, address: str = "") -> None:
         """Serve at ``address``, say ``unix:PATH``, and where ``listen`` said. Raises as ``listen``."""

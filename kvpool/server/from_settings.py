@@ -4,6 +4,9 @@ Owns the rules that concern several settings at once, such as: nobody listens be
 TLS and somebody to let in. Opens no port. Who calls it: the server's main.
 """
 
+import ipaddress
+import ssl
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
@@ -21,6 +24,18 @@ from kvpool.server.settings import FileSettings, ListenSettings, TenantSettings
 from kvpool.server.tenant import Authenticator, OpenAccess, Tenant
 
 _PEM_BYTES_MAX: Final = 1 << 20
+STOP_TIMEOUT_MIN_S: Final = 0.5
+# What the file calls a setting that the code has under another name.
+_FILE_KEYS: Final = {
+    "server.run_dir": "node.run_dir",
+    "server.stop_timeout_s": "node.stop_timeout_s",
+    "server.clients_max": "node.clients_max",
+    "server.stores_max": "node.stores_max",
+    "server.directory_names_max": "ring.directory_names_max",
+    "server.announce_interval_s": "ring.announce_interval_s",
+    "pool.dram_bytes": "pool.dram",
+    "pool.ssd.capacity_bytes": "pool.ssd.capacity",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +78,10 @@ def split_address(text: str, key: str) -> tuple[str, int]:
     """Return host and port of ``HOST:PORT`` or ``[IPv6]:PORT``. Raises ConfigError naming ``key``."""
     host, colon, port = text.rpartition(":")
     bare = host.removeprefix("[").removesuffix("]")
+    if ":" in bare and bare == host:
+        raise ConfigError(
+            f"{key} is {text!r}: write an IPv6 address in brackets, such as [::1]:7420", key=key
+        )
     if not colon or not bare or not (port.isascii() and port.isdigit()) or int(port) > 65535:
         raise ConfigError(f"{key} is {text!r}: write HOST:PORT, such as 127.0.0.1:7420", key=key)
     if not all(part.isalnum() or part in ".-:_" for part in bare) or not bare.isascii():
@@ -104,8 +123,15 @@ def _check_listen(settings: FileSettings) -> None:
 
 
 def _config(settings: FileSettings, run_dir: Path) -> ServerConfig:
-    node, pool, transfer = settings.node, settings.pool, settings.transfer
-    ssd = pool.ssd
+    node, pool, ssd = settings.node, settings.pool, settings.pool.ssd
+    if ssd.capacity and not ssd.folder:
+        raise ConfigError("pool.ssd.capacity is set: set pool.ssd.folder", key="pool.ssd.folder")
+    if node.stop_timeout_s < STOP_TIMEOUT_MIN_S:
+        raise ConfigError(
+            f"node.stop_timeout_s is {node.stop_timeout_s}: a server needs {STOP_TIMEOUT_MIN_S} s to "
+            "end in order",
+            key="node.stop_timeout_s",
+        )
     if ssd.folder and not ssd.capacity:
         raise ConfigError("pool.ssd.folder is set: set pool.ssd.capacity", key="pool.ssd.capacity")
     if pool.numa_node < -1:
@@ -113,6 +139,17 @@ def _config(settings: FileSettings, run_dir: Path) -> ServerConfig:
             f"pool.numa_node is {pool.numa_node}: name a node, see numactl --hardware, or leave it out",
             key="pool.numa_node",
         )
+    try:
+        return _made(settings, run_dir)
+    except ConfigError as error:
+        named = str(error.key or "")
+        key = _FILE_KEYS.get(named, named)
+        raise ConfigError(str(error).replace(named, key, 1), key=key) from error
+
+
+def _made(settings: FileSettings, run_dir: Path) -> ServerConfig:
+    node, pool, transfer = settings.node, settings.pool, settings.transfer
+    ssd = pool.ssd
     return ServerConfig(
         run_dir=run_dir,
         pool=PoolConfig(
@@ -138,7 +175,7 @@ def _config(settings: FileSettings, run_dir: Path) -> ServerConfig:
         stores_max=node.stores_max,
         node=node.name,
         listen=settings.listen.address,
-        advertise=settings.listen.advertise,
+        advertise=_advertised(settings),
         transfer=TransferConfig(
             ucx_host=transfer.ucx_host,
             trusted_network=transfer.trusted_network,
@@ -151,6 +188,33 @@ def _config(settings: FileSettings, run_dir: Path) -> ServerConfig:
     )
 
 
+def _advertised(settings: FileSettings) -> str:
+    """Return where others find this node: as the list says, if there is one; empty: where it listens."""
+    listen, ring = settings.listen, settings.ring
+    for one in ring.members:
+        split_address(one.address, "ring.members.address")
+        if one.name == settings.node.name and listen.advertise not in ("", one.address):
+            raise ConfigError(
+                f"listen.advertise is {listen.advertise}, and ring.members says {one.address} of this "
+                "node: say one thing",
+                key="listen.advertise",
+            )
+    listed = [one.address for one in ring.members if one.name == settings.node.name]
+    advertised = listen.advertise or (listed[0] if listed else "")
+    if not (ring.members or ring.etcd.endpoints) or not listen.address:
+        return advertised
+    key = "listen.advertise"
+    host, _ = split_address(advertised or listen.address, key)
+    with suppress(ValueError):
+        if ipaddress.ip_address(host).is_unspecified:
+            raise ConfigError(
+                f"others cannot reach {advertised or listen.address}: set {key} (or the address in "
+                "ring.members) to one that they can",
+                key=key,
+            )
+    return advertised
+
+
 def _credentials(listen: ListenSettings) -> object:
     if not listen.certificate_file:
         return None
@@ -158,6 +222,19 @@ def _credentials(listen: ListenSettings) -> object:
     read_private(Path(listen.key_file), "listen.key_file")
     key = _pem(listen.key_file, "listen.key_file")
     ca = _pem(listen.client_ca_file, "listen.client_ca_file") if listen.client_ca_file else None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    key_name = "listen.key_file"
+    try:
+        # gRPC says of files that do not fit no more than that it cannot listen.
+        context.load_cert_chain(listen.certificate_file, listen.key_file, password=lambda: b"")
+        if ca is not None:
+            key_name = "listen.client_ca_file"
+            context.load_verify_locations(listen.client_ca_file)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{key_name}: {error}: name PEM files that fit each other, a key without a password",
+            key=key_name,
+        ) from error
     return grpc.ssl_server_credentials([(key, chain)], ca, require_client_auth=ca is not None)
 
 

@@ -3,12 +3,39 @@
 Owns what it says; the service itself is gRPC's own. Who calls it: the daemon.
 """
 
-from typing import Any
+from typing import Any, Final
 
+import grpc
+import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1.health import aio  # pyright: ignore[reportAttributeAccessIssue]
 
 from kvpool.client.rpc_service import Service
+
+# Calls of Watch at once: nobody shows who he is, and each lasts as long as its caller likes.
+WATCHERS_MAX: Final = 64
+
+
+class _Servicer(aio.HealthServicer):  # type: ignore[misc]
+    """gRPC's own, with a limit of watchers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watching = 0
+
+    async def Watch(
+        self,
+        request: health_pb2.HealthCheckRequest,
+        context: "grpc.aio.ServicerContext[object, object]",
+    ) -> None:
+        if self._watching >= WATCHERS_MAX:
+            why = f"{WATCHERS_MAX} callers watch this server's health: use Check"
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, why)
+        self._watching += 1
+        try:
+            await super().Watch(request, context)
+        finally:
+            self._watching -= 1
 
 
 class GrpcHealth:
@@ -18,7 +45,7 @@ class GrpcHealth:
     """
 
     def __init__(self) -> None:
-        self._servicer: Any = aio.HealthServicer()
+        self._servicer: Any = _Servicer()
 
     def add(self, service: Service) -> None:
         """Serve it at one more gRPC service, before that starts."""

@@ -6,6 +6,7 @@ Who calls it: the server's main.
 """
 
 import logging
+import socket
 import threading
 from collections.abc import Callable
 from http import HTTPStatus
@@ -77,7 +78,8 @@ class HttpServer:
             self._server = _Server((host, port), _handler(answers))
         except OSError as error:
             raise ConfigError(
-                f"{host}:{port} cannot be had for HTTP: {error.strerror}", key="listen.http"
+                f"{host}:{port} cannot be had for HTTP, choose another listen.http: {error.strerror}",
+                key="listen.http",
             ) from error
         self.port: int = self._server.server_address[1]
         self._thread = threading.Thread(
@@ -99,6 +101,8 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
         self._room = threading.BoundedSemaphore(_REQUESTS_MAX)
+        if ":" in address[0]:
+            self.address_family = socket.AF_INET6
         super().__init__(address, handler)
 
     def process_request(self, request: object, client_address: object) -> None:

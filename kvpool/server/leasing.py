@@ -9,6 +9,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
+from contextlib import ExitStack
 
 from kvpool.arena import Slots
 from kvpool.block import HASH_BYTES
@@ -42,7 +43,7 @@ class Leasing:
         if session.endpoint is None:
             session.leases.add(lease)
         if self._served.holdings is not None and len(slots) * HASH_BYTES < len(request.hashes):
-            self._served.holdings.missed(request.hashes[len(slots) * HASH_BYTES :][:HASH_BYTES])
+            self._served.holdings.missed(request.hashes[len(slots) * HASH_BYTES :])
         return protocol.LeaseReply(
             lease=lease,
             slots=slots.indices.tolist(),
@@ -74,7 +75,8 @@ class Leasing:
     async def read(self, request: protocol.ReadRequest) -> AsyncGenerator[protocol.Payload]:
         """Send leased blocks, verified; what does not verify ends the stream and leaves the pool."""
         session, pool = self._sessions.get(request.client), self._served.get()
-        with pool.leases.reading(LeaseId(request.lease)) as held:
+        with ExitStack() as ends:
+            held = ends.enter_context(pool.leases.reading(LeaseId(request.lease)))
             if request.lease not in session.leases or not (
                 0 < request.count <= len(held.slots) - request.first
             ):
@@ -82,7 +84,11 @@ class Leasing:
                     f"blocks {request.first} to {request.first + request.count} are not of a lease "
                     f"of this client on {len(held.slots)} blocks"
                 )
-            loop = asyncio.get_running_loop()
+            loop, task = asyncio.get_running_loop(), asyncio.current_task()
+            assert task is not None
+            # A reader that takes nothing would have the blocks pinned beyond every lease.
+            limit = loop.call_later(self._served.config.pool.lease_seconds_max, task.cancel)
+            ends.callback(limit.cancel)
             for index in range(request.first, request.first + request.count):
                 if index in held.bad:
                     return
@@ -101,7 +107,7 @@ class Leasing:
 
     def hold(self, pool: Pool, session: Session, hashes: bytes, seconds: float) -> int:
         """Lease blocks of an unfinished store to its client; 0 if that is not possible."""
-        if not hashes or seconds <= 0:
+        if not hashes or not seconds > 0:  # nor if it is no number
             return 0
         try:
             limit = self._served.config.pool.lease_seconds_max

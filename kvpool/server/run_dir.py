@@ -57,7 +57,10 @@ class RunDir:
         except FileExistsError:
             return False
         except OSError as error:
-            raise UsageError(f"cannot make the run directory {self.path}: {error}") from error
+            raise UsageError(
+                f"cannot make the run directory {self.path}: {error.strerror}; choose one (--run-dir, "
+                "node.run_dir) in a folder that is there and this user may write to"
+            ) from error
         return True
 
     def _lock(self) -> int:

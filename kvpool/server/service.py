@@ -18,6 +18,7 @@ from typing import Any, Final
 import msgspec
 from google.protobuf.message import Message
 
+from kvpool.block import HASH_BYTES
 from kvpool.client import protocol
 from kvpool.client.rpc import Method
 from kvpool.client.rpc_service import Service
@@ -205,9 +206,9 @@ class PoolService:
                 yield protocol.Done()
 
     async def _match(self, request: protocol.MatchRequest) -> protocol.MatchReply:
-        return protocol.MatchReply(
-            blocks=self._served.get().match_hashes(self._served.tenancy.visible(request.hashes))
-        )
+        here = self._served.get().match_hashes(request.hashes)
+        visible = self._served.tenancy.visible(request.hashes[: here * HASH_BYTES])
+        return protocol.MatchReply(blocks=len(visible) // HASH_BYTES)
 
     async def _stats(self, request: protocol.Done) -> protocol.StatsReply:
         pool = self._served.opened()

@@ -35,7 +35,10 @@ class NodeSettings(Section, frozen=True, kw_only=True):
     ] = ""
     log_level: Annotated[str, msgspec.Meta(description="debug, info, warning or error")] = "warning"
     stop_timeout_s: Annotated[
-        float, msgspec.Meta(description="Longest time from SIGTERM to the end of the process")
+        float,
+        msgspec.Meta(
+            description="Longest time from SIGTERM to the end of the process, 0.5 or more"
+        ),
     ] = 3.0
     clients_max: Annotated[
         int, msgspec.Meta(description="Connected clients; one more is refused")
@@ -102,7 +105,10 @@ class ListenSettings(Section, frozen=True, kw_only=True):
         ),
     ] = ""
     advertise: Annotated[
-        str, msgspec.Meta(description="HOST:PORT that others are told; empty: the address")
+        str,
+        msgspec.Meta(
+            description="HOST:PORT that others are told; empty: as ring.members says, else the address"
+        ),
     ] = ""
     certificate_file: Annotated[
         str, msgspec.Meta(description="This server's certificate (PEM, with its chain): TLS is on")
@@ -242,7 +248,7 @@ class AccessSettings(Section, frozen=True, kw_only=True):
 class TenantSettings(Section, frozen=True, kw_only=True):
     """Who may call, and how much of the pool is his. ``[[tenants]]``; none: whoever gets through."""
 
-    name: Annotated[str, msgspec.Meta(description="Name, in counters and logs")]
+    name: Annotated[str, msgspec.Meta(description="Name, in messages and logs")]
     token_file: Annotated[
         str, msgspec.Meta(description="File with his bearer token, mode 0600; empty: no token")
     ] = ""

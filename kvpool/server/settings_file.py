@@ -43,10 +43,23 @@ def parse_settings(text: str) -> FileSettings:
         fields = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"this is no TOML: {error}") from error
+    _require_plain(fields, "")
     try:
         return msgspec.convert(fields, FileSettings, dec_hook=_decode)
     except msgspec.ValidationError as error:
         raise _explained(str(error), text) from error
+
+
+def _require_plain(value: object, key: str) -> None:
+    """Raise ConfigError for a text with a NUL character: no path, name or address has one."""
+    if isinstance(value, dict):
+        for name, each in value.items():
+            _require_plain(each, f"{key}.{name}".strip("."))
+    elif isinstance(value, list):
+        for each in value:
+            _require_plain(each, key)
+    elif isinstance(value, str) and "\0" in value:
+        raise ConfigError(f"{key}: {value[:80]!r} has a NUL character: remove it", key=key)
 
 
 def _decode(kind: type, value: object) -> object:

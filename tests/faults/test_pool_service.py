@@ -76,7 +76,12 @@ class Running:
 
 @contextmanager
 def running(
-    *, copy_threads: int = 2, clients_max: int = 8, holdings: Holdings | None = None
+    *,
+    copy_threads: int = 2,
+    clients_max: int = 8,
+    holdings: Holdings | None = None,
+    lease_seconds_max: float = 60.0,
+    slots: int = SLOTS,
 ) -> Iterator[Running]:
     """Run a service; with no copy threads, what it starts to copy does not end by itself."""
     with ExitStack() as stack:
@@ -84,7 +89,9 @@ def running(
         executor = stack.enter_context(ThreadPoolExecutor(2))
         config = ServerConfig(
             run_dir=run_dir,
-            pool=PoolConfig(dram_bytes=SLOTS * LAYOUT.block_bytes, lease_seconds_max=60),
+            pool=PoolConfig(
+                dram_bytes=slots * LAYOUT.block_bytes, lease_seconds_max=lease_seconds_max
+            ),
             clients_max=clients_max,
         )
         transport = HostTransport("test-server", copy_threads=copy_threads)

@@ -17,9 +17,22 @@ from kvpool.client import protocol
 from kvpool.client.connect import connect
 from kvpool.client.link import Place
 from kvpool.client.rpc import Caller
-from kvpool.errors import KVPoolError, StaleIncarnationError, UsageError
+from kvpool.errors import (
+    CancelledTransferError,
+    KVPoolError,
+    StaleIncarnationError,
+    UsageError,
+)
+from kvpool.testing.blocks import view_of
 from kvpool.tiers.base import Tier
-from tests.faults.pool_client import CHAIN_BLOCKS, LAYOUT, PATIENT, chain_of, store
+from tests.faults.pool_client import (
+    CHAIN_BLOCKS,
+    LAYOUT,
+    PATIENT,
+    blocks_of,
+    chain_of,
+    store,
+)
 from tests.faults.relay import Relay
 from tests.faults.test_access import greet
 from tests.faults.test_pool_server import end, load_all, read_line, start_client
@@ -82,6 +95,25 @@ def test_a_stopped_client_keeps_its_leases(server: ServerProcess, watcher: Block
         client.send_signal(signal.SIGCONT)
     finally:
         end(client)
+
+
+def test_a_load_that_is_cancelled_does_not_wait_for_a_stopped_server(
+    server: ServerProcess,
+) -> None:
+    """Its memory is the caller's again at once, not when its deadline comes."""
+    with connect(server.run_dir, LAYOUT, WAIT_S, config=STREAMS) as pool:
+        store(pool, 5)
+        chain = chain_of(pool, 5)
+        dest = blocks_of(0)
+        with pool.lease(pool.match(chain), 60) as lease:
+            server.halt()
+            try:
+                done = pool.load(lease, view_of(LAYOUT, dest), deadline_s=LEASE_S)
+                done.cancel()
+                with pytest.raises(CancelledTransferError):
+                    done.wait(WAIT_S)
+            finally:
+                server.signal(signal.SIGCONT)
 
 
 def test_a_link_lost_in_mid_call_gives_its_leases_back(

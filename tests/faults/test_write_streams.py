@@ -14,7 +14,13 @@ from kvpool.client.ways import Ways
 from kvpool.errors import TransferTimeoutError, UsageError
 from kvpool.server import storing
 from kvpool.testing.blocks import view_of
-from tests.faults.pool_client import LAYOUT, PATIENT, WAIT_S, blocks_of, chain_of
+from tests.faults.pool_client import (
+    LAYOUT,
+    PATIENT,
+    WAIT_S,
+    blocks_of,
+    chain_of,
+)
 from tests.faults.test_pool_service import running
 from tests.server_process import until
 
@@ -66,3 +72,31 @@ def test_a_stream_without_a_header_ends(monkeypatch: pytest.MonkeyPatch) -> None
             finally:
                 go_on.set()
         until(lambda: watcher.stats().extra["stores"] == 0, "the call has ended")
+
+
+def test_a_reader_that_takes_nothing_pins_no_block_beyond_the_longest_lease() -> None:
+    ways = Ways(LAYOUT, replace(PATIENT, ways=()))
+    count = 256  # 16 MiB: more than a connection holds on its way
+    with (
+        running(lease_seconds_max=1.0, slots=count) as service,
+        service.connect() as watcher,
+        closing(ways),
+    ):
+        chain = chain_of(watcher, 1, count)
+        source = view_of(LAYOUT, blocks_of(1, count))
+        assert watcher.store(chain, source, deadline_s=WAIT_S).wait(WAIT_S).stored == count
+        place = Place.of_run_dir(service.run_dir)
+        with closing(open_link(place, LAYOUT, ways, WAIT_S)) as link:
+            asked = protocol.LeaseRequest(client=link.client, hashes=chain.hashes, seconds=1.0)
+            lease = link.caller.call(protocol.LEASE, asked, WAIT_S).lease
+            request = protocol.ReadRequest(client=link.client, lease=lease, count=count)
+            with closing(link.caller.stream(protocol.READ, request, 4 * WAIT_S)) as stream:
+                next(stream)  # and no more
+                evict = protocol.EvictRequest(blocks=count)
+
+                def emptied() -> bool:
+                    service.tick()
+                    link.caller.call(protocol.EVICT, evict, WAIT_S)
+                    return watcher.stats().ready == 0
+
+                until(emptied, "the blocks are free")

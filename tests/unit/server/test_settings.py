@@ -1,5 +1,6 @@
 """The configuration file says what it may hold, and what is wrong with one that does not fit."""
 
+import re
 from pathlib import Path
 
 import hypothesis.strategies as st
@@ -10,6 +11,7 @@ from kvpool.errors import ConfigError
 from kvpool.server.from_settings import parts_of
 from kvpool.server.settings import FileSettings
 from kvpool.server.settings_file import parse_settings, read_settings, render_file, render_table
+from tests.certificates import Authority
 
 DOCUMENT = Path(__file__).parents[3] / "docs" / "server.md"
 
@@ -90,3 +92,101 @@ def test_where_the_memory_lies_is_the_pools_to_know(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="numactl --hardware") as caught:
         parts_of(parse_settings("[pool]\nnuma_node = -2"), tmp_path)
     assert caught.value.key == "pool.numa_node"
+
+
+RING = '[node]\nname = "a"\n[[ring.members]]\nname = "a"\naddress = "10.0.0.1:7420"\n[listen]\n'
+ETCD = '[node]\nname = "a"\n[ring.etcd]\nendpoints = ["http://127.0.0.1:1"]\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "said"),
+    [
+        ("[node]\nstop_timeout_s = inf", "node.stop_timeout_s", "not infinite"),
+        ("[node]\nstop_timeout_s = nan", "node.stop_timeout_s", "above 0"),
+        ("[node]\nstop_timeout_s = 0.1", "node.stop_timeout_s", "needs 0.5 s"),
+        ("[node]\nclients_max = 0", "node.clients_max", "node.clients_max is 0: "),
+        ("[pool]\ndram = 0", "pool.dram", "pool.dram is 0: "),
+        ("[pool]\nlease_seconds_max = inf", "pool.lease_seconds_max", "not infinite"),
+        ("[ring]\nannounce_interval_s = inf", "ring.announce_interval_s", "not infinite"),
+        ("[pool.ssd]\ncapacity = 4096", "pool.ssd.folder", "set pool.ssd.folder"),
+        ("[pool.ssd]\nfolder = 'x'", "pool.ssd.capacity", "set pool.ssd.capacity"),
+        ("[listen]\naddress = '::1:7420'", "listen.address", "in brackets"),
+        ("[listen]\nhttp = '::1:7420'", "listen.http", "in brackets"),
+        (
+            f"{RING}address = '10.0.0.1:1'\ninsecure = true\nadvertise = 'b:1'",
+            "listen.advertise",
+            "one thing",
+        ),
+        (
+            RING.replace("10.0.0.1:7420", "nonsense") + "address = 'localhost:1'",
+            "ring.members.address",
+            "HOST:PORT",
+        ),
+        (
+            RING.replace("10.0.0.1", "[::]") + "address = 'localhost:1'",
+            "listen.advertise",
+            "cannot reach",
+        ),
+        (
+            f"{ETCD}[listen]\naddress = '0.0.0.0:1'\ninsecure = true",
+            "listen.advertise",
+            "cannot reach",
+        ),
+        (f"{ETCD}timeout_s = -1\n[listen]\naddress = 'localhost:1'", "etcd.timeout_s", "above 0"),
+        (
+            ETCD.replace("http:", "ftp:") + "[listen]\naddress = 'localhost:1'",
+            "etcd.endpoints",
+            "write http",
+        ),
+    ],
+)
+def test_settings_that_cannot_work_are_refused_by_their_names(
+    tmp_path: Path, text: str, key: str, said: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)) as caught:
+        parts_of(parse_settings(text), tmp_path)
+    assert caught.value.key == key
+
+
+@pytest.mark.parametrize("row", render_table().splitlines()[2:], ids=lambda row: row.split("`")[1])
+def test_a_nul_character_is_refused_in_every_text(row: str) -> None:
+    """The operating system cannot be asked for a path with one."""
+    key, kind = row.split("`")[1], row.split(" | ")[1]
+    if "text" not in kind:
+        return
+    *section, name = key.split(".")
+    header = ".".join(section)
+    value = '["a\\u0000b"]' if kind == "list of texts" else '"a\\u0000b"'
+    is_list = header in ("tenants", "ring.members")
+    text = f"[[{header}]]" if is_list else f"[{header}]"
+    with pytest.raises(ConfigError, match="NUL character") as caught:
+        parse_settings(f"{text}\n{name} = {value}")
+    assert caught.value.key == key
+
+
+def test_a_node_of_a_list_is_where_the_list_says(tmp_path: Path) -> None:
+    """Else its own answer and the others' differ, and clients connect anew with each of them."""
+    for address in ("10.0.0.1:7420", "0.0.0.0:7420", "[::]:1"):
+        settings = parse_settings(f"{RING}address = '{address}'\ninsecure = true")
+        parts = parts_of(settings, tmp_path)
+        assert (parts.config.listen, parts.config.advertise) == (address, "10.0.0.1:7420")
+
+
+@pytest.mark.parametrize("wrong", ["certificate", "key", "pair", "ca"])
+def test_pem_files_that_do_not_fit_are_named(tmp_path: Path, wrong: str) -> None:
+    authority = Authority(tmp_path)
+    one, other = authority.issue("one"), authority.issue("other")
+    noise = tmp_path / "noise"
+    noise.write_text("-----BEGIN CERTIFICATE-----\nzz\n-----END CERTIFICATE-----\n")
+    noise.chmod(0o600)
+    named = {
+        "certificate_file": noise if wrong == "certificate" else one.certificate,
+        "key_file": {"key": noise, "pair": other.key}.get(wrong, one.key),
+        "client_ca_file": noise if wrong == "ca" else authority.ca,
+    }
+    lines = "\n".join(f"{key} = '{path}'" for key, path in named.items())
+    settings = parse_settings(f"[listen]\naddress = 'localhost:1'\n{lines}")
+    key = "listen.client_ca_file" if wrong == "ca" else "listen.key_file"
+    with pytest.raises(ConfigError, match="PEM files that fit each other") as caught:
+        parts_of(settings, tmp_path)
+    assert caught.value.key == key
