@@ -14,7 +14,7 @@ import pytest
 from kvpool.arena import Arena
 from kvpool.errors import PeerUnreachableError
 from kvpool.testing.blocks import payload, view_of
-from kvpool.testing.pair import Collected, empty, named, publish
+from kvpool.testing.pair import Collected, named, publish
 from kvpool.transfer.base import Endpoint
 from kvpool.transfer.host import HostTransport
 from kvpool.transfer.ucx import UcxTransport
@@ -42,7 +42,8 @@ class Survivor:
         self.told = {transport: Collected() for transport in (self.host, self.ucx)}
         self.endpoints: list[Endpoint] = []
         self.blocks = payload(LAYOUT, BLOCKS, SEED)
-        self.outs = [[empty(LAYOUT, BLOCKS) for _ in range(READS)] for _ in range(2)]
+        # Written once here, or how many reads came whole before a kill would count as growth.
+        self.outs = [[np.full_like(self.blocks, 7) for _ in range(READS)] for _ in range(2)]
         self.arenas: list[Arena] = []
         addresses = [
             self.host.listen(str(folder / "us"), lambda endpoint: self._met(self.host, endpoint)),
