@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvpool.base import BlockPool
@@ -23,6 +24,7 @@ from kvpool.errors import (
     StaleIncarnationError,
     UsageError,
 )
+from kvpool.memory import Span
 from kvpool.testing.blocks import view_of
 from kvpool.tiers.base import Tier
 from tests.faults.pool_client import (
@@ -192,14 +194,14 @@ class Waiting:
         self.go = threading.Event()
 
     async def opened(self, tier: Tier) -> None:
-        """Take no note."""
+        self.tier = tier
 
     async def stored(self, chain: bytes, first: int, count: int) -> None:
         self.told.set()
         while not self.go.is_set():
             await asyncio.sleep(0.005)
 
-    def missed(self, name: bytes) -> None:
+    def missed(self, names: bytes) -> None:
         """Take no note."""
 
 
@@ -219,3 +221,34 @@ def test_what_is_stored_for_a_client_that_has_gone_is_not_held_for_it() -> None:
             reply = asked.reply()
         assert (reply.stored, reply.lease) == (BLOCKS, 0)
         assert watcher.stats().leases == 0
+
+
+@pytest.mark.parametrize("ways", [(), ("host",)], ids=["streams", "host"])
+@pytest.mark.parametrize("bad", [0, 2, BLOCKS - 1])
+def test_a_byte_that_flips_in_the_server_is_a_miss_by_every_way(
+    ways: tuple[str, ...], bad: int
+) -> None:
+    """Its checksum is the one that its producer took: nobody takes another over what there is now."""
+    waiting = Waiting()
+    waiting.go.set()
+    config = replace(PATIENT, ways=ways)
+    with (
+        running(holdings=waiting) as service,
+        connect(service.run_dir, LAYOUT, WAIT_S, config=config) as pool,
+    ):
+        chain = chain_of(pool, 1, BLOCKS)
+        source = blocks_of(1, BLOCKS)
+        done = pool.store(chain, view_of(LAYOUT, source), deadline_s=WAIT_S)
+        assert done.wait(WAIT_S).stored == BLOCKS
+        (slot,) = waiting.tier.pin(chain[bad])
+        view = waiting.tier.view([slot], writable=False)
+        at = view.base + int(view.block_ids[0]) * view.block_stride
+        Span(at, LAYOUT.block_bytes, view.owner).view()[LAYOUT.block_bytes // 2] ^= 1
+        waiting.tier.unpin([slot])
+        found = np.zeros_like(source)
+        with pool.lease(pool.match(chain), WAIT_S) as lease:
+            assert lease.blocks == BLOCKS
+            loaded = pool.load(lease, view_of(LAYOUT, found), deadline_s=WAIT_S)
+            assert loaded.wait(WAIT_S) == bad
+        assert np.array_equal(found[:bad], source[:bad])
+        until(lambda: pool.match(chain).blocks == bad, "it has left the pool")

@@ -1,15 +1,18 @@
 """Who may call: exactly who is listed, by exactly what was asked of him."""
 
 import contextvars
+import hmac
 from dataclasses import replace
 
 import pytest
 
+from kvpool.client.remote import salted
 from kvpool.errors import ConfigError, UsageError
 from kvpool.metrics import Metrics
 from kvpool.server.access import Credential, TenantAccess, tenant_salt
 from kvpool.server.tenancy import Tenancy
 from kvpool.server.tenant import Tenant, calling_tenant
+from kvpool.testing.blocks import SMALL_LAYOUT, namespace
 
 SECRET = "s" * 64
 RED, BLUE = "r" * 64, "b" * 64
@@ -116,3 +119,12 @@ def test_what_the_servers_own_user_stores_has_names_that_no_tenant_can_make() ->
 def test_one_tenant_without_a_secret_shares_with_the_servers_own_user() -> None:
     access = TenantAccess([Credential(tenant=Tenant(name="red"), token=RED)], "")
     assert access.own().salt == access.authenticate(_bearer(RED), ()).salt == b""
+
+
+def test_salts_are_as_the_formats_say() -> None:
+    """Whoever speaks to a server in another language makes the same names."""
+    said = hmac.new(SECRET.encode(), b"kvpool-salt-1\x00red", "sha256").digest()
+    assert tenant_salt(SECRET, "red") == said
+    of = namespace(SMALL_LAYOUT, "mine")
+    assert salted(of, said).salt == f"{said.hex()}:mine"
+    assert salted(of, b"") == of
