@@ -15,7 +15,12 @@ from kvpool.block import NodeId
 from kvpool.client import protocol
 from kvpool.client.access import ClientAccess
 from kvpool.client.rpc import AsyncCaller
-from kvpool.errors import KVPoolError, PeerUnreachableError, StaleIncarnationError
+from kvpool.errors import (
+    KVPoolError,
+    PeerUnreachableError,
+    StaleIncarnationError,
+    TransferTimeoutError,
+)
 from kvpool.index.directory import Kind
 from kvpool.server.naming import Naming
 
@@ -23,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 # Longest wait of one announcement.
 _ANNOUNCE_TIMEOUT_S: Final = 2.0
+# Tries that reach nobody before an operator is told.
+TRIES_MAX: Final = 10
 _NOTHING: Final[tuple[Kind, bytes]] = ("stored", b"")
 
 
@@ -58,6 +65,7 @@ class Teller:
         self._waiting: list[asyncio.Future[None]] = []
         self._incarnation = b""
         self._fails = False
+        self._tries = 0  # that reached nobody, in a row
         self._telling = _NOTHING  # under way: it may not arrive
         self._task = asyncio.get_running_loop().create_task(self._tell())
 
@@ -113,8 +121,8 @@ class Teller:
             except StaleIncarnationError as error:
                 logger.error("node %s: %s", self.node, error)
                 self._failed()
-            except PeerUnreachableError as error:
-                logger.debug("node %s is out of reach: %s", self.node, error)
+            except (PeerUnreachableError, TransferTimeoutError) as error:
+                self._unreached(error)
                 self._failed()
             except KVPoolError as error:
                 logger.warning("node %s took no announcement: %s", self.node, error)
@@ -125,7 +133,7 @@ class Teller:
                 logger.exception("node %s could not be told", self.node)
                 self._failed()
             else:
-                self._fails, self._telling = False, _NOTHING
+                self._fails, self._telling, self._tries = False, _NOTHING, 0
                 if self._incarnation not in (b"", reply.incarnation):
                     self._naming.lose(self.node)  # another run of it: it has forgotten
                 self._incarnation = reply.incarnation
@@ -143,6 +151,17 @@ class Teller:
                 else:
                     await asyncio.wait_for(self._awake.wait(), wait_s)
                     kind, names = await self._take()
+
+    def _unreached(self, error: KVPoolError) -> None:
+        """Say to an operator once that nobody answers where this node is said to be."""
+        self._tries += 1
+        said = logging.WARNING if self._tries == TRIES_MAX else logging.DEBUG
+        logger.log(
+            said,
+            "node %s has not been reached at %s for %d tries: is it up, and is that its address for "
+            "others (listen.advertise)? %s",
+            *(self.node, self.address, self._tries, error),
+        )
 
     async def _take(self) -> tuple[Kind, bytes]:
         try:

@@ -1,6 +1,7 @@
 """What one node says to another: that it is there, whatever fails, until it says that it leaves."""
 
 import asyncio
+import logging
 import tempfile
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ from kvpool.client.rpc_service import Service
 from kvpool.index.ring import Ring
 from kvpool.metrics import Metrics
 from kvpool.server.naming import Naming
-from kvpool.server.telling import Teller
+from kvpool.server.telling import TRIES_MAX, Teller
 
 WAIT_S = 20.0
 NODE = NodeId("b")
@@ -29,7 +30,10 @@ class Forgetful(Naming):
 
 
 def _run(
-    kind: type[Naming], play: Callable[[Teller, list[protocol.AnnounceRequest]], Awaitable[None]]
+    kind: type[Naming],
+    play: Callable[[Teller, list[protocol.AnnounceRequest]], Awaitable[None]],
+    *,
+    at: str = "sock",
 ) -> None:
     async def main(folder: str) -> None:
         heard: list[protocol.AnnounceRequest] = []
@@ -48,7 +52,7 @@ def _run(
                 naming,
                 lambda _, names, leaving: protocol.AnnounceRequest(names=names, leaving=leaving),
                 NODE,
-                address,
+                f"unix:{Path(folder) / at}",
                 access=OPEN,
                 interval_s=0.005,
             )
@@ -89,3 +93,27 @@ def test_a_node_that_cannot_say_what_it_holds_says_that_it_is_there(
 
     _run(Forgetful, play)
     assert "what node b is to be told is not known" in caplog.text
+
+
+def test_an_operator_is_told_once_of_a_node_that_is_not_where_it_is_said_to_be(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def said() -> list[str]:
+        return [one.getMessage() for one in caplog.records if one.levelno == logging.WARNING]
+
+    async def play(teller: Teller, heard: list[protocol.AnnounceRequest]) -> None:
+        await _until(lambda: bool(said()))
+        tries = sum("has not been reached" in one.getMessage() for one in caplog.records)
+        await _until(
+            lambda: (
+                sum("has not been reached" in one.getMessage() for one in caplog.records)
+                > tries + 2 * TRIES_MAX
+            )
+        )
+        assert not heard
+
+    caplog.set_level(logging.DEBUG)
+    _run(Naming, play, at="nobody")
+    (warning,) = said()
+    assert "node b has not been reached at unix:" in warning
+    assert "listen.advertise" in warning
