@@ -9,7 +9,13 @@ import pytest
 from kvpool.client.rpc import Caller
 from kvpool.client.staging import Batch, Staging
 from kvpool.completion import Deadline
-from kvpool.errors import ClosedError, KVPoolError, TransferTimeoutError
+from kvpool.errors import (
+    CapacityError,
+    ClosedError,
+    KVPoolError,
+    PeerUnreachableError,
+    TransferTimeoutError,
+)
 from kvpool.testing.blocks import SMALL_LAYOUT, payload, view_of
 from kvpool.transfer.loopback import LoopbackNetwork, LoopbackTransport
 
@@ -38,6 +44,23 @@ class _Nobody:
 
     def close(self) -> None:
         pass
+
+
+class _Silent:
+    """A server that does not answer in time, and notes how many slots are free when its path is closed."""
+
+    client = b"silent"
+
+    def __init__(self, staging: Staging, error: KVPoolError) -> None:
+        self.staging, self.error = staging, error
+        self.free_at_close: list[int] = []
+
+    @property
+    def caller(self) -> Caller:
+        raise self.error
+
+    def close(self) -> None:
+        self.free_at_close.append(self.staging.arena.counts().free)
 
 
 @pytest.fixture
@@ -84,4 +107,26 @@ def test_a_slot_that_comes_back_is_taken(staging: Staging) -> None:
     threading.Timer(0.01, staging.arena.release, [held]).start()
     with pytest.raises(_Asked):
         staging.send(_Nobody(), BATCH, Deadline(PATIENCE_S), 1.0)
+    assert staging.arena.counts().free == SLOTS
+
+
+@pytest.mark.parametrize(
+    "error", [TransferTimeoutError("no answer"), PeerUnreachableError("it is silent")]
+)
+def test_the_path_to_a_silent_server_is_closed_before_its_slots_are_free(
+    staging: Staging, error: KVPoolError
+) -> None:
+    """It may be pulling out of them still."""
+    server = _Silent(staging, error)
+    with pytest.raises(type(error)):
+        staging.send(server, BATCH, Deadline(PATIENCE_S), 1.0)
+    assert server.free_at_close == [0]
+    assert staging.arena.counts().free == SLOTS
+
+
+def test_the_path_to_a_server_that_refuses_stays_open(staging: Staging) -> None:
+    server = _Silent(staging, CapacityError("too many stores"))
+    with pytest.raises(CapacityError):
+        staging.send(server, BATCH, Deadline(PATIENCE_S), 1.0)
+    assert server.free_at_close == []
     assert staging.arena.counts().free == SLOTS

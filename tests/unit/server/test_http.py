@@ -69,14 +69,14 @@ def test_metrics_are_prometheus_text(scene: Scene) -> None:
 )
 def test_garbage_is_refused_and_changes_nothing(scene: Scene, sent: bytes) -> None:
     with socket.create_connection(("127.0.0.1", scene.server.port), 30) as connection:
-        connection.sendall(sent)
-        connection.shutdown(socket.SHUT_WR)
         answer = b""
         try:
+            connection.sendall(sent)
+            connection.shutdown(socket.SHUT_WR)
             while piece := connection.recv(65536):
                 answer += piece
-        except ConnectionError:
-            pass  # it did not read all of it
+        except OSError:
+            pass  # it hung up before it had read all of it
     assert b" 200 " not in answer.split(b"\r\n")[0]
     assert scene.get("/healthz") == (200, "ok\n")
 
