@@ -20,6 +20,7 @@ from kvpool.client.link import Place
 from kvpool.client.rpc import Caller
 from kvpool.errors import (
     CancelledTransferError,
+    CapacityError,
     KVPoolError,
     StaleIncarnationError,
     UsageError,
@@ -184,6 +185,26 @@ def test_a_client_that_goes_is_no_longer_known(caller: Caller) -> None:
         return False
 
     until(forgotten, "its name ended with its call")
+
+
+def test_too_many_clients_of_streams_are_refused() -> None:
+    with running(clients_max=2) as service, service.connect():
+        target = Place.of_run_dir(service.run_dir).target
+        with closing(Caller(target)) as caller:
+
+            def hello(client: bytes) -> None:
+                request = protocol.HelloRequest(
+                    version=protocol.PROTOCOL_VERSION, client=client, streams=True
+                )
+                caller.call(protocol.HELLO, request, WAIT_S)
+
+            hello(b"a" * 16)
+            hello(b"a" * 16)  # it is known
+            with pytest.raises(CapacityError, match="2 clients are connected"):
+                hello(b"b" * 16)
+            for name in (b"", b"a" * 15, b"a" * 17, bytes(1000)):
+                with pytest.raises(UsageError, match="no new name"):
+                    hello(name)
 
 
 class Waiting:
