@@ -99,6 +99,9 @@ static void start_close(kvp_endpoint *endpoint)
         .user_data = endpoint,
     };
     const void *request = endpoint->engine->ucp->ep_close_nbx(endpoint->ep, &param);
+    /* From here libucp may free it, and name another connection's so: who still asked it who its peer is
+     * (ucx_strangers.c) ended the process, after hundreds of killed peers. */
+    endpoint->ep = NULL;
     endpoint->closed = request == NULL || ucx_is_error(request);
 }
 
