@@ -91,6 +91,8 @@ PROTOCOL_VERSION: Final = 2
 PROTOCOL_VERSION_MIN: Final = 2
 # Bytes of a connection's name, the ``client`` of every message.
 CLIENT_BYTES: Final = 16
+# Longest that a client may ask the server to work on one batch of a store.
+STORE_TIMEOUT_MAX_S: Final = 600.0
 # In place of a lease's number: all that a client of streams has.
 EVERY_LEASE: Final = 0
 # Sockets in a server's run directory.

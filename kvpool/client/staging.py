@@ -153,7 +153,7 @@ class Staging:
             slots=slots.indices.tolist(),
             generations=slots.generations.tolist(),
             crcs=crcs.astype("<u4").tobytes(),
-            timeout_s=timeout_s,
+            timeout_s=min(timeout_s, protocol.STORE_TIMEOUT_MAX_S),
             hold_s=batch.hold_s,
             durable=batch.durable,
         )

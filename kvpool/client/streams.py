@@ -118,7 +118,7 @@ def send_stream(
                 client=link.client,
                 hashes=batch.hashes,
                 ancestors=batch.ancestors,
-                timeout_s=timeout_s,
+                timeout_s=min(timeout_s, protocol.STORE_TIMEOUT_MAX_S),
                 hold_s=batch.hold_s,
                 durable=batch.durable,
             )

@@ -30,8 +30,6 @@ from kvpool.transfer.base import RemoteSlots
 
 logger = logging.getLogger(__name__)
 
-# Longest that a client may ask the server to work on one chunk of a store.
-_STORE_TIMEOUT_MAX_S: Final = 600.0
 # Longest wait for the header of a stream.
 _HEADER_TIMEOUT_S: Final = 10.0
 
@@ -269,7 +267,7 @@ def _check_names(request: protocol.StoreRequest) -> int:
             f"a store of {len(request.hashes)} bytes of hashes behind {len(request.ancestors)}: "
             f"whole hashes of {HASH_BYTES}, one or more"
         )
-    if not (math.isfinite(request.timeout_s) and 0 < request.timeout_s <= _STORE_TIMEOUT_MAX_S):
+    if not (math.isfinite(request.timeout_s) and 0 < request.timeout_s <= protocol.STORE_TIMEOUT_MAX_S):
         raise UsageError(f"a store within {request.timeout_s} s: above 0, at most 600")
     return count
 

@@ -31,6 +31,8 @@ from kvpool.testing.blocks import SMALL_LAYOUT, Payload, namespace, payload, vie
 SLOTS: Final = 8
 # Ends a test that hangs; nothing here takes near as long.
 WAIT_S: Final = 20.0
+# Eleven days: nobody has to know the limits of a server.
+FAR_S: Final = 1e6
 
 
 class PoolSuite(ABC):
@@ -314,6 +316,16 @@ class PoolSuite(ABC):
             pool.store(_chain(pool, 1), view, durability="ssd", deadline_s=WAIT_S)
 
     # ---- ends -------------------------------------------------------------------------------------
+
+    def test_a_deadline_may_be_far(self, pool: BlockPool) -> None:
+        chain, blocks = _chain(pool, 2), payload(self.layout, 2, seed=16)
+        stored = pool.store(chain, view_of(self.layout, blocks), deadline_s=FAR_S)
+        assert stored.wait(WAIT_S).stored == 2
+        out = np.zeros_like(blocks)
+        with pool.lease(pool.match(chain), WAIT_S) as lease:
+            loaded = pool.load(lease, view_of(self.layout, out), deadline_s=FAR_S)
+            assert loaded.wait(WAIT_S) == 2
+        np.testing.assert_array_equal(out, blocks)
 
     def test_a_deadline_that_is_over_ends_it(self, pool: BlockPool) -> None:
         chain = _chain(pool, 2)
