@@ -22,13 +22,23 @@ class GroupCache:
 
     Attributes:
         view: Its blocks. Layers past ``layers`` are not there: they are never copied.
-        layers: How many layers the group has.
+        tensors: The layers, in order.
         crew: Threads that share a copy of whole blocks; None: the caller alone.
     """
 
     view: BlockView
-    layers: int
+    tensors: Sequence[torch.Tensor]
     crew: Crew | None = None
+
+    @property
+    def layers(self) -> int:
+        """How many layers the group has."""
+        return len(self.tensors)
+
+    @property
+    def whole(self) -> bool:
+        """Whether every layer of the layout is there, so that a pool can write into it."""
+        return self.layers == self.view.layout.num_layers
 
     @classmethod
     def of_tensors(
@@ -70,7 +80,7 @@ class GroupCache:
             block_ids=BlockView.canonical(layout, 0, 0, []).block_ids,
             owner=parts,
         )
-        return cls(view, len(parts), crew)
+        return cls(view, parts, crew)
 
     def copy_out(self, block_ids: Sequence[int], slots: BlockView, layers: range) -> None:
         """Copy layers of blocks into slots."""
@@ -80,3 +90,8 @@ class GroupCache:
         """Copy all layers of whole blocks out of slots."""
         dest = self.view.with_ids(list(block_ids))
         copy_blocks(dest, slots, layers=range(self.layers), crew=self.crew)
+
+    def clear(self, block_ids: Sequence[int]) -> None:
+        """Write zeros into blocks: what came of a load that failed may be no numbers at all."""
+        for tensor in self.tensors:
+            tensor[list(block_ids)] = 0

@@ -97,10 +97,8 @@ class KvpoolConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]  #
         ledger = None
         if self._publishes:
             ledger = Ledger(shape, extra_of)
-            here = not options.server or "/" in options.server
-            self._events = EventWriter(
-                kv_cache_config, shape.block_tokens, "LOCAL" if here else "REMOTE"
-            )
+            locality = "LOCAL" if options.near else "REMOTE"
+            self._events = EventWriter(kv_cache_config, shape.block_tokens, locality)
         return SchedulerSide(shape, namespace, self._lookups, ledger)
 
     @property

@@ -1,8 +1,11 @@
-"""Loads: blocks come out of the pool, are verified in slots, and only then enter the engine's cache.
+"""Loads: blocks come out of the pool, verified, and enter the engine's cache.
 
 Owns the threads of loads and how each ended. Exactly one end is reported for each order, whatever
-happens: vLLM keeps a request's blocks until then. A load ends within its deadline; slots that the
-pool may still write stay out of use until it is done. Who calls it: the worker's side.
+happens: vLLM keeps a request's blocks until then, and nobody reads them. A pool of this host writes
+into them itself, checking what it wrote; a load that failed leaves zeros, and its end is told when
+nothing writes any more, a moment after its deadline at most. What comes from another host may be late
+for long: it lands in slots, enters when it is whole, and slots that the pool may still write stay out
+of use until it is done. Who calls it: the worker's side.
 """
 
 import logging
@@ -12,7 +15,7 @@ from typing import Final
 
 from kvpool.base import Lease, Match
 from kvpool.block import Namespace
-from kvpool.completion import Deadline
+from kvpool.completion import Completion, Deadline
 from kvpool.errors import KVPoolError, TransferTimeoutError
 from kvpool.integration.vllm.lane import Lane
 from kvpool.integration.vllm.plan import LoadOrder
@@ -25,6 +28,8 @@ _THREADS: Final = 2
 LOADS_MAX: Final = 4096
 # A lease outlives the load's deadline by this much.
 _LEASE_SPARE_S: Final = 1.0
+# A pool of this host ends a load so soon after its deadline: it finishes the batch that it copies.
+_END_SPARE_S: Final = 1.0
 
 
 class Loader:
@@ -32,10 +37,12 @@ class Loader:
 
     Args:
         lane: What is loaded, and through what.
+        near: The pool is on this host: it writes into the engine's cache itself.
     """
 
-    def __init__(self, lane: Lane) -> None:
+    def __init__(self, lane: Lane, near: bool) -> None:
         self._lane = lane
+        self._near = near
         self._changed = threading.Condition()
         self._ended: set[str] = set()
         self._failed: set[str] = set()
@@ -82,24 +89,41 @@ class Loader:
 
     def _run(self, namespace: Namespace, order: LoadOrder, deadline: Deadline) -> None:
         whole = False
+        late: list[Completion[int]] = []
         try:
-            whole = all(self._load(namespace, run, deadline) for run in order.runs)
+            whole = all(self._load(namespace, run, deadline, late) for run in order.runs)
         except KVPoolError as error:
             logger.warning("a load failed, the request is computed: %s", error)
         except Exception:
             logger.exception("a load failed, the request is computed")
+        if late:
+            late[0].add_done_callback(lambda: self._end(order, whole=False))
+        else:
+            self._end(order, whole)
+
+    def _end(self, order: LoadOrder, whole: bool) -> None:
+        """Tell the end of a load. Nothing of it writes any more."""
+        if not whole and self._near:
+            for run in order.runs:
+                self._lane.caches[run.group].clear(run.block_ids)
         with self._changed:
             self._waiting -= 1
             self._ended.add(order.request)
-            self._changed.notify_all()
             if whole:
                 self._loaded += sum(len(run.block_ids) for run in order.runs)
             else:
                 self._failed.add(order.request)
                 self._failures += 1
+            self._changed.notify_all()
 
-    def _load(self, namespace: Namespace, run: BlockRun, deadline: Deadline) -> bool:
-        """Load one run; say whether all of it came."""
+    def _load(
+        self,
+        namespace: Namespace,
+        run: BlockRun,
+        deadline: Deadline,
+        late: list[Completion[int]],
+    ) -> bool:
+        """Load one run; say whether all of it came. In ``late`` is left what may still write."""
         if deadline.passed():  # it waited in line behind loads that got no answer
             raise TransferTimeoutError("no load was free in time")
         part = self._lane.shape.groups[run.group].parts[self._lane.rank]
@@ -108,6 +132,8 @@ class Loader:
         with self._lane.pool.lease(Match(chain, len(chain)), seconds) as lease:
             if lease.blocks < len(chain):
                 return False
+            if self._near and self._lane.caches[run.group].whole:
+                return self._load_straight(lease, run, deadline, late)
             begin = 0
             while begin < len(chain):
                 slots = self._lane.slots.wait_take(len(chain) - begin, deadline)
@@ -115,6 +141,19 @@ class Loader:
                     return False
                 begin += len(slots)
         return True
+
+    def _load_straight(
+        self, lease: Lease, run: BlockRun, deadline: Deadline, late: list[Completion[int]]
+    ) -> bool:
+        """Have the pool write into the engine's cache."""
+        dest = self._lane.caches[run.group].view.with_ids(list(run.block_ids))
+        done = self._lane.pool.load(lease, dest, deadline_s=deadline.remaining_s())
+        try:
+            return done.wait(deadline.remaining_s() + _END_SPARE_S) == len(dest)
+        finally:
+            if not done.done():
+                done.cancel()
+                late.append(done)
 
     def _load_some(
         self, lease: Lease, run: BlockRun, begin: int, slots: list[int], deadline: Deadline

@@ -8,7 +8,7 @@ scheduler's thread alone.
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Final
@@ -26,10 +26,12 @@ logger = logging.getLogger(__name__)
 LOOKUPS_MAX: Final = 1024
 # A request waits so many times as long in line, behind lookups that are answered, as for its own.
 _LINE_PATIENCES: Final = 10
-# Blocks of one question whether claims still hold: no more than a ring asks one by one. And questions
-# at a time, each of which ends at the first block that is gone; a thread that looks is not for long.
+# Blocks of one question whether claims still hold: no more than a ring asks one by one. Questions at a
+# time, each of which ends at the first block that is gone: all claims that are due, of eight parts, if
+# none is. And how many are asked though a request waits for the thread: some, so that it gets on.
 _CHECK_BLOCKS: Final = 32
-_CHECKS_MAX: Final = 128
+_CHECKS_MAX: Final = 512
+_CHECKS_MIN: Final = 8
 # A prefix is shortened so often before it is given up: only sliding windows with holes take several.
 _ROUNDS_MAX: Final = 64
 
@@ -62,38 +64,83 @@ def longest_prefix(
     return 0
 
 
-def lost_claims(
-    pool: BlockPool,
-    shape: EngineShape,
-    namespace: Namespace,
-    doubts: Sequence[Doubt],
-    clock: Clock,
-    patience_s: float,
-) -> list[Doubt]:
-    """Return the claims whose blocks are not whole in the pool, as far as ``_CHECKS_MAX`` tells.
+@dataclass(frozen=True, slots=True)
+class Looked:
+    """What came of a look at claims.
 
-    It ends at the first question that takes longer than patience: a pool says of a silent server that
-    it has nothing.
+    Attributes:
+        lost: Those of which a part is not in the pool.
+        unseen: Those that nobody got to, or whose answer came late.
     """
+
+    lost: Sequence[Doubt] = ()
+    unseen: Sequence[Doubt] = ()
+
+
+class Questions:
+    """Whether blocks are there, as often as may be asked in a row. One thread.
+
+    Args:
+        pool: Whom to ask.
+        clock, patience_s: What comes later than that is no answer: a pool says of a silent server
+            that it has nothing.
+        wanted: Says whether somebody else wants the thread.
+    """
+
+    def __init__(
+        self, pool: BlockPool, clock: Clock, patience_s: float, wanted: Callable[[], bool]
+    ) -> None:
+        self._pool = pool
+        self._clock = clock
+        self._patience_s = patience_s
+        self._wanted = wanted
+        self._asked = 0
+        self._over = False
+
+    def gone(self, chain: Chain) -> list[int] | None:
+        """Return which blocks are not there; None if that could not be asked."""
+        gone: list[int] = []
+        begin = 0
+        while begin < len(chain):
+            here = self._match(Chain(chain.namespace, chain.hashes[begin * HASH_BYTES :]))
+            if here is None:
+                return None
+            begin += here
+            if begin < len(chain):
+                gone.append(begin)
+                begin += 1
+        return gone
+
+    def _match(self, chain: Chain) -> int | None:
+        most = _CHECKS_MIN if self._wanted() else _CHECKS_MAX
+        if self._over or self._asked >= most:
+            self._over = True
+            return None
+        self._asked += 1
+        asked_at = self._clock.now()
+        here = self._pool.match(chain).blocks
+        self._over = self._clock.now() - asked_at >= self._patience_s
+        return None if self._over else here
+
+
+def look_at(
+    shape: EngineShape, namespace: Namespace, doubts: Sequence[Doubt], questions: Questions
+) -> Looked:
+    """Say which claims do not hold: the first ones in every part, before the next ones in any."""
     lost: list[Doubt] = []
-    checks = 0
+    unseen: list[Doubt] = []
     for group in shape.groups:
-        for part in group.own_parts():
-            mine = [doubt for doubt in doubts if doubt.group == group.number]
-            names = part_chain(namespace, part, [doubt.block for doubt in mine]).hashes
-            begin = 0
-            while begin < len(mine) and checks < _CHECKS_MAX:
-                end = min(begin + _CHECK_BLOCKS, len(mine))
-                asked = Chain(namespace, names[begin * HASH_BYTES : end * HASH_BYTES])
-                asked_at = clock.now()
-                begin += pool.match(asked).blocks
-                checks += 1
-                if clock.now() - asked_at >= patience_s:
-                    return lost
-                if begin < end:
-                    lost.append(mine[begin])
-                    begin += 1
-    return lost
+        mine = [doubt for doubt in doubts if doubt.group == group.number]
+        for at in range(0, len(mine), _CHECK_BLOCKS):
+            left = mine[at : at + _CHECK_BLOCKS]
+            for part in group.own_parts():
+                gone = questions.gone(part_chain(namespace, part, [doubt.block for doubt in left]))
+                if gone is None:
+                    unseen += left
+                    break
+                lost += [left[index] for index in gone]
+                left = [doubt for index, doubt in enumerate(left) if index not in gone]
+    return Looked(lost, unseen)
 
 
 @dataclass(slots=True, eq=False)
@@ -108,7 +155,7 @@ class Lookups:
     """Answers by request. Nothing is called under ``_lock``.
 
     ``_lock`` guards ``_waiting``, ``_failing``, ``_begun`` (of the lookup that the thread is at) and
-    ``_lost``.
+    ``_looked``.
 
     Args:
         pool: Whom to ask; the caller closes it after ``close``.
@@ -129,7 +176,7 @@ class Lookups:
         self._failing = False
         self._begun: float | None = None
         self._asked: dict[str, _Lookup] = {}
-        self._lost: list[Doubt] = []
+        self._looked = Looked()
         self._thread = ThreadPoolExecutor(1, "kvpool-lookup")
 
     def ask(self, request: str, namespace: Namespace, hashes: Sequence[bytes]) -> int | None:
@@ -179,23 +226,22 @@ class Lookups:
         self._thread.submit(self._check, namespace, doubts)
         return True
 
-    def take_lost(self) -> Sequence[Doubt]:
-        """Return the claims that were found not to hold since the last call."""
+    def take_looked(self) -> Looked:
+        """Return what came of looking at claims since the last call."""
         with self._lock:
-            lost, self._lost = self._lost, []
-            return lost
+            looked, self._looked = self._looked, Looked()
+            return looked
 
     def close(self) -> None:
         """End the thread; a lookup under way ends first, within the pool's own deadline."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _check(self, namespace: Namespace, doubts: Sequence[Doubt]) -> None:
-        lost: list[Doubt] = []
+        looked = Looked(unseen=doubts)
         try:
             self._pool.stats()  # a server that is lost has nothing, and says so by an error
-            lost = lost_claims(
-                self._pool, self._shape, namespace, doubts, self._clock, self._patience_s
-            )
+            questions = Questions(self._pool, self._clock, self._patience_s, self._is_wanted)
+            looked = look_at(self._shape, namespace, doubts, questions)
         except KVPoolError as error:
             logger.debug("claims were not looked at: %s", error)
         except Exception:
@@ -203,7 +249,14 @@ class Lookups:
         finally:
             with self._lock:
                 self._waiting -= 1
-                self._lost += lost
+                before = self._looked
+                self._looked = Looked(
+                    (*before.lost, *looked.lost), (*before.unseen, *looked.unseen)
+                )
+
+    def _is_wanted(self) -> bool:
+        with self._lock:
+            return self._waiting > 1
 
     def _probe(self) -> None:
         """Have the thread ask the pool for its statistics, unless it has something to do."""

@@ -51,7 +51,7 @@ class ConnectorOptions:
                 '"dram" (of a pool inside the engine)',
                 key="server",
             )
-        if (self.token_file or self.ca_file) and (not self.server or "/" in self.server):
+        if (self.token_file or self.ca_file) and self.near:
             raise ConfigError(
                 '"token_file" and "ca_file" go with a "server" that is HOST:PORT', key="token_file"
             )
@@ -63,6 +63,11 @@ class ConnectorOptions:
         for name in ("lookup_timeout_s", "load_timeout_s", "store_timeout_s"):
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}: it must be above 0", key=name)
+
+    @property
+    def near(self) -> bool:
+        """Whether the pool is on this host: inside the engine, or a server named by its folder."""
+        return not self.server or "/" in self.server
 
 
 def _size(name: str) -> Callable[[Any], int]:

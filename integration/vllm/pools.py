@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 # Stores under way at once: one a request and step, which are small while requests decode.
 _STORES_MAX: Final = 1024
 # How long an engine that ends waits for its SSD tier.
-_FLUSH_S: Final = 5.0
+_FLUSH_S: Final = 15.0
 
 
 @dataclass(slots=True, eq=False)

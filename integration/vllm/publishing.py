@@ -150,6 +150,12 @@ class Ledger:
             if (doubt.group, doubt.block) in self._claims:
                 self._claims.move_to_end((doubt.group, doubt.block))
 
+    def put_first(self, doubts: Sequence[Doubt]) -> None:
+        """Put claims at the head of the line again: nobody got to them."""
+        for doubt in reversed(doubts):
+            if (doubt.group, doubt.block) in self._claims:
+                self._claims.move_to_end((doubt.group, doubt.block), last=False)
+
     def missing(self, doubts: Iterable[Doubt]) -> None:
         """End claims that the pool has lost, unless the block was stored again since."""
         for doubt in doubts:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from typing import Final
 
 from kvpool.base import Chain, StoreResult
 from kvpool.block import Namespace
@@ -21,6 +22,9 @@ from kvpool.integration.vllm.shape import BlockRun, part_chain
 from kvpool.memory import BlockView
 
 logger = logging.getLogger(__name__)
+
+# How long an engine that ends waits for its last stores: less than vLLM gives its workers, 5 s.
+_LAST_STORES_S: Final = 3.0
 
 
 @dataclass(slots=True, eq=False)
@@ -112,8 +116,11 @@ class Saver:
             return done
 
     def close(self) -> None:
-        """End the thread. Stores under way end with the pool, which is closed next."""
+        """End the thread, and give stores under way a moment; the rest end with the pool."""
         self._thread.shutdown(wait=True)
+        slots = self._lane.slots
+        if not slots.wait_unused(_LAST_STORES_S):
+            logger.warning("%d blocks were not stored before the end", slots.count - slots.free)
 
     def _copy(self, saving: _Saving, layer: int) -> None:
         block_ids = saving.run.block_ids[: len(saving.slots)]

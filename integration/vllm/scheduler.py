@@ -160,7 +160,9 @@ class SchedulerSide:
         """Return what has changed of what is published, and have some of it looked at again."""
         if self._ledger is None or self._lookups is None:
             return ()
-        self._ledger.missing(self._lookups.take_lost())
+        looked = self._lookups.take_looked()
+        self._ledger.missing(looked.lost)
+        self._ledger.put_first(looked.unseen)
         doubts = self._ledger.due(now_s)
         if doubts and self._lookups.check(self._namespace, doubts):
             self._ledger.looked_at(doubts, now_s)

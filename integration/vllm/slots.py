@@ -53,6 +53,11 @@ class Slots:
                 raise TransferTimeoutError("no slot of the staging was free in time")
         return self.take(most) or self.wait_take(most, deadline)
 
+    def wait_unused(self, timeout_s: float) -> bool:
+        """Wait until nobody has a slot; say whether that came true."""
+        with self._changed:
+            return self._changed.wait_for(lambda: len(self._free) == self.count, timeout_s)
+
     def give_back(self, slots: list[int]) -> None:
         """Free slots. The pool is done with them."""
         with self._changed:

@@ -64,7 +64,7 @@ class WorkerSide:
                 pool=pool, shape=shape, rank=rank, caches=caches, slots=slots, timeout_s=timeout_s
             )
 
-        self._loader = Loader(lane(self.loading_slots, options.load_timeout_s))
+        self._loader = Loader(lane(self.loading_slots, options.load_timeout_s), options.near)
         self._idle = False
         self._saver = Saver(lane(self.saving_slots, options.store_timeout_s), tell)
 

@@ -9,7 +9,8 @@ from kvpool.base import Chain, Match
 from kvpool.block import HASH_BYTES
 from kvpool.clock import ManualClock
 from kvpool.config import PoolConfig
-from kvpool.integration.vllm.lookup import Lookups, longest_prefix, lost_claims
+from kvpool.integration.vllm import lookup
+from kvpool.integration.vllm.lookup import Looked, Lookups, Questions, longest_prefix, look_at
 from kvpool.integration.vllm.publishing import Doubt
 from kvpool.integration.vllm.shape import Group, part_chain
 from kvpool.memory import BlockView, Span
@@ -158,16 +159,21 @@ def test_the_line_has_an_end(pool: Pool) -> None:
     lookups.close()
 
 
+def look(pool: Pool, doubts: list[Doubt], clock: ManualClock, *groups: Group) -> Looked:
+    questions = Questions(pool, clock, 1.0, lambda: False)
+    return look_at(shape(*groups), NAMESPACE, doubts, questions)
+
+
 def test_claims_that_were_lost_are_found(pool: Pool) -> None:
     """Whatever is gone, in any part, is named; what is there is not, in any number of questions."""
     store(pool, FULL, [0, 1, 2, 5, 6, 9])
     store(pool, WINDOW, [8, 9])
     doubts = [Doubt(0, name, 7) for name in hashes(10)] + [Doubt(1, name, 7) for name in hashes(10)]
     clock = ManualClock()
-    lost = lost_claims(pool, shape(FULL, WINDOW), NAMESPACE, doubts, clock, 1.0)
-    assert lost == [doubts[index] for index in (3, 4, 7, 8, *range(10, 18))]
+    lost = [doubts[index] for index in (3, 4, 7, 8, *range(10, 18))]
+    assert look(pool, doubts, clock, FULL, WINDOW) == Looked(lost, [])
     # A pool that answers late may have had no answer: nothing is said of what it did not find.
-    match, late = pool.match, [3]
+    match, late = pool.match, [6]
 
     def matched(chain: Chain) -> Match:
         late[0] -= 1
@@ -175,7 +181,42 @@ def test_claims_that_were_lost_are_found(pool: Pool) -> None:
         return match(chain)
 
     pool.match = matched  # type: ignore[method-assign]
-    assert lost_claims(pool, shape(FULL, WINDOW), NAMESPACE, doubts, clock, 1.0) == lost[:2]
+    assert look(pool, doubts, clock, FULL, WINDOW) == Looked(lost[:4], doubts[10:])
+
+
+def test_no_part_is_looked_at_before_its_turn(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few questions may be asked: the second part of the first claims comes before others."""
+    monkeypatch.setattr(lookup, "_CHECK_BLOCKS", 2)
+    monkeypatch.setattr(lookup, "_CHECKS_MAX", 4)
+    two = Group(number=0, layers=("a", "b"), window_tokens=None, parts=(part(0), part(0, head=1)))
+    store(pool, two, list(range(10)), rank=0)
+    store(pool, two, [0, *range(2, 10)], rank=1)
+    left = [Doubt(0, name, 7) for name in hashes(10)]
+    lost: list[Doubt] = []
+    rounds = 0
+    while left:
+        looked = look(pool, left, ManualClock(), two)
+        assert len(looked.unseen) < len(left)
+        left, lost, rounds = list(looked.unseen), [*lost, *looked.lost], rounds + 1
+    assert [doubt.block for doubt in lost] == hashes(2)[1:]
+    assert rounds == 3
+
+
+def test_who_wants_the_thread_waits_for_a_few_questions(pool: Pool) -> None:
+    asked: list[int] = []
+    match = pool.match
+
+    def counted(chain: Chain) -> Match:
+        asked.append(len(chain))
+        return match(chain)
+
+    pool.match = counted  # type: ignore[method-assign]
+    doubts = [Doubt(0, name, 7) for name in hashes(32)]  # none is there: a question each
+    questions = Questions(pool, ManualClock(), 1.0, lambda: len(asked) >= 20)
+    assert look_at(shape(FULL), NAMESPACE, doubts, questions) == Looked([], doubts)
+    assert len(asked) == 20
+    questions = Questions(pool, ManualClock(), 1.0, lambda: True)
+    assert look_at(shape(FULL), NAMESPACE, doubts[:4], questions) == Looked(doubts[:4], [])
 
 
 def test_a_check_never_holds_up_a_lookup(pool: Pool) -> None:
@@ -184,14 +225,18 @@ def test_a_check_never_holds_up_a_lookup(pool: Pool) -> None:
     doubts = [Doubt(0, name, number) for number, name in enumerate(hashes(2))]
     assert lookups.check(NAMESPACE, doubts)
     until(lambda: not lookups._waiting, "the check")
-    assert lookups.take_lost() == doubts[1:]
-    assert lookups.take_lost() == []
+    assert lookups.take_looked() == Looked((doubts[1],), ())
+    assert lookups.take_looked() == Looked()
     with lookups._lock:
         lookups._waiting += 1  # somebody asks
     assert not lookups.check(NAMESPACE, doubts)
     with lookups._lock:
         lookups._waiting -= 1
-    assert lookups.take_lost() == []
+    assert lookups.take_looked() == Looked()
+    pool.close()
+    assert lookups.check(NAMESPACE, doubts)
+    until(lambda: not lookups._waiting, "the check")
+    assert lookups.take_looked() == Looked(unseen=tuple(doubts))  # nobody could be asked
     lookups.close()
 
 

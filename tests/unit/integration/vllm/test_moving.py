@@ -1,5 +1,6 @@
 """Loads and stores of the worker's side, between an engine's tensors and a real pool."""
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 
 import pytest
@@ -99,7 +100,7 @@ class BrokenCache(GroupCache):
 def test_a_copy_that_failed_is_not_stored(pool: CountingPool, memory: torch.Tensor) -> None:
     slots = Slots(LAYOUT, 8 * LAYOUT.block_bytes)
     whole = caches(memory)[0]
-    broken = {0: BrokenCache(whole.view, whole.layers)}
+    broken = {0: BrokenCache(whole.view, whole.tensors)}
     saver = Saver(lane(pool, broken, slots, 20.0))
     save(saver, "a", "b")
     until(lambda: slots.free == slots.count, "the slots")
@@ -150,7 +151,7 @@ def test_a_load_that_falls_short_enters_nothing(short: ShortPool, memory: torch.
     short.delivers = 2
     other = torch.zeros_like(memory)
     slots = Slots(LAYOUT, 8 * LAYOUT.block_bytes)
-    loader = Loader(lane(short, caches(other), slots, 20.0))
+    loader = Loader(lane(short, caches(other), slots, 20.0), near=False)
     assert failed_load(loader)
     assert not other.any()
     until(lambda: slots.free == slots.count, "the slots")
@@ -163,7 +164,7 @@ def test_slots_that_may_still_be_written_are_not_free(
     """The load's time is over and its end told, but the pool has not let go of its slots."""
     fill(short, memory)
     slots = Slots(LAYOUT, 8 * LAYOUT.block_bytes)
-    loader = Loader(lane(short, caches(memory), slots, 0.2))
+    loader = Loader(lane(short, caches(memory), slots, 0.2), near=False)
     until(lambda: failed_load(loader) and bool(short.under_way), "a load that was begun in time")
     assert slots.free == slots.count - 3
     short.under_way[0].finish(3)
@@ -171,13 +172,63 @@ def test_slots_that_may_still_be_written_are_not_free(
     loader.close()
 
 
-def test_the_same_bytes_come_back(pool: CountingPool, memory: torch.Tensor) -> None:
+def test_a_near_load_that_falls_short_leaves_zeros(short: ShortPool, memory: torch.Tensor) -> None:
+    """The pool writes into the engine's cache itself: what failed to verify may be no numbers."""
+    fill(short, memory)
+    short.delivers = 2
+    other = torch.ones_like(memory)
+    loader = Loader(lane(short, caches(other), Slots(LAYOUT, LAYOUT.block_bytes), 20.0), near=True)
+    assert failed_load(loader)
+    assert not other[:, RUN.block_ids].any()
+    rest = [block for block in range(BLOCKS) if block not in RUN.block_ids]
+    assert other[:, rest].all()
+    loader.close()
+
+
+def test_blocks_that_may_still_be_written_are_not_given_back(
+    short: ShortPool, memory: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM has a request's blocks again when its end is told: not while the pool writes into them."""
+    monkeypatch.setattr(loading, "_END_SPARE_S", 0.0)
+    fill(short, memory)
+    loader = Loader(lane(short, caches(memory), Slots(LAYOUT, LAYOUT.block_bytes), 0.2), near=True)
+    tries = 0
+    while not short.under_way:  # until a load was begun in time
+        loader.start(NAMESPACE, LoadOrder(f"r{tries}", (RUN,)))
+        until(lambda: bool(short.under_way) or bool(loader.take_ended()[0]), "a load")
+        tries += 1
+    (under_way,) = short.under_way
+    until(lambda: under_way.cancel_requested, "the end of patience")
+    assert loader.take_ended(patience_s=0.05) == (set(), set())
+    memory[:, RUN.block_ids] = 1  # written late
+    under_way.finish(3)
+    assert loader.take_ended(patience_s=20.0) == ({f"r{tries - 1}"},) * 2
+    assert not memory[:, RUN.block_ids].any()
+    loader.close()
+
+
+def test_stores_under_way_end_before_the_saver_does(
+    pool: CountingPool, memory: torch.Tensor
+) -> None:
+    slots = Slots(LAYOUT, 8 * LAYOUT.block_bytes)
+    saver = Saver(lane(pool, caches(memory), slots, 20.0))
+    held = slots.take(1)
+    save(saver, "a", "b")
+    late = threading.Timer(0.1, slots.give_back, [held])
+    late.start()
+    saver.close()
+    assert slots.free == slots.count
+    late.join()
+
+
+@pytest.mark.parametrize("near", [False, True])
+def test_the_same_bytes_come_back(pool: CountingPool, memory: torch.Tensor, near: bool) -> None:
     slots = Slots(LAYOUT, 2 * LAYOUT.block_bytes)  # fewer than blocks: two rounds
     saver = Saver(lane(pool, caches(memory), Slots(LAYOUT, 8 * LAYOUT.block_bytes), 20.0))
     save(saver, "a", "b")
     until(lambda: found(pool) == 3, "the store")
     other = torch.zeros_like(memory)
-    loader = Loader(lane(pool, caches(other), slots, 20.0))
+    loader = Loader(lane(pool, caches(other), slots, 20.0), near)
     to = (9, 1, 5)
     loader.start(NAMESPACE, LoadOrder("r", (BlockRun(0, RUN.hashes, to, None, 0),)))
     ended: set[str] = set()
@@ -201,7 +252,7 @@ def test_the_same_bytes_come_back(pool: CountingPool, memory: torch.Tensor) -> N
 
 def test_a_load_whose_time_is_over_asks_nobody(pool: CountingPool, memory: torch.Tensor) -> None:
     """With a hung server loads wait in line: those behind end at their deadline too."""
-    loader = Loader(lane(pool, caches(memory), Slots(LAYOUT, LAYOUT.block_bytes), 0.0))
+    loader = Loader(lane(pool, caches(memory), Slots(LAYOUT, LAYOUT.block_bytes), 0.0), near=True)
     loader.start(NAMESPACE, LoadOrder("r", (RUN,)))
     until(lambda: loader.counts()["failed_loads"] == 1, "the end")
     assert loader.take_ended() == ({"r"}, {"r"})
@@ -219,7 +270,7 @@ def test_loads_have_a_limit(
     saver = Saver(lane(pool, caches(memory), Slots(LAYOUT, 8 * LAYOUT.block_bytes), 20.0))
     save(saver, "a", "b")
     until(lambda: found(pool) == 3, "the store")
-    loader = Loader(lane(pool, caches(memory), slots, 20.0))
+    loader = Loader(lane(pool, caches(memory), slots, 20.0), near=False)
     for name in ("one", "two", "three"):
         loader.start(NAMESPACE, LoadOrder(name, (RUN,)))
     assert loader.take_ended() == ({"three"}, {"three"})
@@ -242,7 +293,8 @@ def test_a_step_that_computes_nothing_gives_loads_a_moment(
     saver = Saver(lane(pool, caches(memory), Slots(LAYOUT, 8 * LAYOUT.block_bytes), 20.0))
     save(saver, "a", "b")
     until(lambda: found(pool) == 3, "the store")
-    loader = Loader(lane(pool, caches(memory), Slots(LAYOUT, 8 * LAYOUT.block_bytes), 20.0))
+    slots = Slots(LAYOUT, 8 * LAYOUT.block_bytes)
+    loader = Loader(lane(pool, caches(memory), slots, 20.0), near=True)
     loader.start(NAMESPACE, LoadOrder("r", (RUN,)))
     assert loader.take_ended(patience_s=20.0) == ({"r"}, set())
     assert loader.take_ended(patience_s=0.001) == (set(), set())  # nobody is waited for long

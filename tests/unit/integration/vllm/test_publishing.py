@@ -91,3 +91,7 @@ def test_claims_have_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     ledger.looked_at(first, 10.0)
     second = ledger.due(20.0)
     assert {doubt.block for doubt in (*first, *second)} == set(hashes(10)[6:])
+    # Nobody got to two of them: they come before all others.
+    ledger.looked_at(second, 20.0)
+    ledger.put_first(second[1:])
+    assert ledger.due(30.0)[:2] == second[1:]

@@ -81,3 +81,15 @@ def test_sizes_are_read() -> None:
         2 << 30,
         4096,
     )
+
+
+@pytest.mark.parametrize(
+    ("extra", "near"),
+    [
+        ({"dram": "1GiB"}, True),
+        ({"server": "/run/user/1000/kvpool"}, True),
+        ({"server": "127.0.0.1:7420"}, False),  # it may be another host's, behind a tunnel
+    ],
+)
+def test_what_is_named_by_an_address_may_be_far(extra: dict[str, object], near: bool) -> None:
+    assert read_options(extra).near is near
