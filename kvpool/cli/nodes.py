@@ -17,7 +17,7 @@ from kvpool.block import HASH_BYTES, Namespace
 from kvpool.cli import asking
 from kvpool.cli.asking import TIMEOUT_S, Asking, Node
 from kvpool.client import protocol
-from kvpool.errors import KVPoolError, UsageError
+from kvpool.errors import KVPoolError, PeerUnreachableError, UsageError
 from kvpool.index.hashing import hash_chain
 
 NODES: Final = "List the servers of a pool: who they are, whether they answer, how full they are."
@@ -78,6 +78,9 @@ def _stat(arguments: argparse.Namespace) -> int:
         nodes = _chosen(servers.nodes(), arguments.node)
         counts = servers.stats(nodes)
         if len(nodes) == 1 and isinstance(counts[0], str):
+            if nodes[0].name:
+                node, address, why = nodes[0].name, nodes[0].address, counts[0]
+                raise PeerUnreachableError(f"node {node} at {address} does not answer: {why}")
             with servers.explained():
                 servers.caller(nodes[0].address).call(protocol.STATS, protocol.Done(), TIMEOUT_S)
     shown = {

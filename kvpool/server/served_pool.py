@@ -13,7 +13,7 @@ from concurrent.futures import Executor
 from kvpool.block import BlockLayout
 from kvpool.clock import Clock
 from kvpool.config import ServerConfig
-from kvpool.errors import LayoutMismatchError, UsageError
+from kvpool.errors import KVPoolError, LayoutMismatchError, UsageError
 from kvpool.events import EventSink
 from kvpool.metrics import Metrics
 from kvpool.pool import Pool
@@ -113,13 +113,26 @@ class ServedPool:
                 events=self.events,
             )
 
-        pool = await asyncio.get_running_loop().run_in_executor(self.executor, opened)
+        loop = asyncio.get_running_loop()
+        try:
+            pool = await loop.run_in_executor(self.executor, opened)
+        except KVPoolError as error:  # its client is told, too
+            logger.error("the pool cannot be opened: %s", error)
+            raise
+        try:
+            await self._use(pool)
+        except BaseException:
+            await loop.run_in_executor(self.executor, pool.close)
+            raise
+        return pool
+
+    async def _use(self, pool: Pool) -> None:
+        """Have everybody know of the pool who needs to."""
         assert isinstance(pool.tier, DramTier | StackTier)
         for kind, transport in self._transports.items():
             self.regions[kind] = transport.register(pool.tier.arena).region
         slots = sum(counts.get("slots", 0) for counts in tier_counts(pool.tier).values())
-        self.tenancy.opened(slots, layout.block_bytes, pool.tier.match)
+        self.tenancy.opened(slots, pool.layout.block_bytes, pool.tier.match)
         if self.holdings is not None:
             await self.holdings.opened(pool.tier)
-        logger.info("opened %d slots of %s", pool.tier.arena.slot_count, layout)
-        return pool
+        logger.info("opened %d slots of %s", pool.tier.arena.slot_count, pool.layout)

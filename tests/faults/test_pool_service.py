@@ -318,11 +318,14 @@ def test_too_many_clients_are_refused() -> None:
             assert pool.stats().extra["clients"] == 1
 
 
-def test_a_layout_that_does_not_fit_the_arena_can_be_tried_again() -> None:
+def test_a_layout_that_does_not_fit_the_arena_can_be_tried_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     with running() as service:
         wide = BlockLayout(num_layers=64, kv_heads=64, block_tokens=16, k_dim=128, v_dim=128)
         with pytest.raises(UsageError, match="dram_bytes"):
             connect(service.run_dir, wide, WAIT_S, config=TransferConfig(staging_bytes=1 << 30))
+        assert "the pool cannot be opened: " in caplog.text, "its operator is told, too"
         with service.connect() as pool:
             assert pool.stats().slots == SLOTS
 
