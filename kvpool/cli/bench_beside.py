@@ -2,15 +2,17 @@
 
 Two endpoints of one engine: a lively owner that is read, and another one of which reads are under way
 when it is killed, stopped, cut off or slowed down. What is compared is the lively one's rate with the
-other at rest. Rows of links run in a process of their own, ``bench_link``. Who calls it:
+other at rest. Rows of links run in a process of their own, ``benchmarks/link/job.py``. Who calls it:
 ``bench_transfer``.
 """
 
 import contextlib
 import json
+import sys
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Final, Protocol
 
 from kvpool.cli.bench import Case, Sides, Timer
@@ -31,6 +33,7 @@ _READS: Final = 8
 # Reads of a peer that does not answer wait for this: longer than a sample takes.
 _SILENT_S: Final = 2.0
 _LINK_FATES: Final = ("cut", "slow")
+_LINK_JOB: Final = Path(__file__).resolve().parents[2] / "benchmarks" / "link" / "job.py"
 
 
 class Victim(Protocol):
@@ -100,7 +103,7 @@ class _Linked:
 
     def __init__(self, stack: ExitStack, fate: str, scale: Scale) -> None:
         sizes = (scale.memory_bytes, scale.operation_bytes, scale.rounds)
-        self._child = Child.python(stack, "kvpool.cli.bench_link", fate, *sizes)
+        self._child = Child(stack, sys.executable, _LINK_JOB, fate, *sizes)
         ready = self._child.ask()
         if ready != "ready":
             raise UsageError(ready)

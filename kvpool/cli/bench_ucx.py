@@ -141,11 +141,6 @@ class Child:
         )
         stack.callback(self._end)
 
-    @classmethod
-    def python(cls, stack: ExitStack, module: str, *words: str | int) -> "Child":
-        """Start a module of ours with this interpreter."""
-        return cls(stack, sys.executable, "-m", module, *words)
-
     def ask(self, question: str = "") -> str:
         """Write a line, if there is one to write, and read one."""
         assert self._process.stdin is not None
@@ -180,7 +175,8 @@ class Child:
 
 def peer(stack: ExitStack, role: str, size: int, layers: int) -> Child:
     """Start the other side of a row; see ``bench_ucx_peer``."""
-    return Child.python(stack, "kvpool.cli.bench_ucx_peer", role, size, layers)
+    module = "kvpool.cli.bench_ucx_peer"
+    return Child(stack, sys.executable, "-m", module, role, size, layers)
 
 
 # ---- puts ----------------------------------------------------------------------------------------

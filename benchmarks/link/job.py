@@ -2,9 +2,9 @@
 
 The peer is in a network namespace of its own, behind a pair of virtual devices: that needs root, and
 pyroute2 to make them. The reader is a process of its own as well, since libucp reads the machine's
-routes once, so the link has to come first. Who calls it: ``bench_beside``, as ``python -m
-kvpool.cli.bench_link cut|slow MEMORY OPERATION ROUNDS``, which answers "ready" or why not, then a
-rate for each line, "value" or "reference". It starts ``owner DEVICE ADDRESS`` by itself.
+routes once, so the link has to come first. Who calls it: ``kvpool.cli.bench_beside``, as ``job.py
+cut|slow MEMORY OPERATION ROUNDS``, which answers "ready" or why not, then a rate for each line,
+"value" or "reference". It starts ``job.py owner DEVICE ADDRESS`` by itself.
 """
 
 import ctypes
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
     from pyroute2 import IPRoute
 
 # 198.18.0.0/15 is for benchmarks between networks (RFC 2544): nobody routes it. A link is a /30 of it.
-_NETWORK: Final = ipaddress.ip_network("198.18.0.0/15")
+_NETWORK: Final = ipaddress.IPv4Network("198.18.0.0/15")
 _PREFIX_BITS: Final = 30
 _RATE: Final = "10mbit"
 _BURST_BYTES: Final = 65536
-_TBF_HANDLE: Final = 0x10000
+_TBF: Final = 0x10000
 _ROOT: Final = 0xFFFFFFFF
 # linux/sched.h, sys/mount.h
 _CLONE_NEWNS: Final = 0x20000
@@ -48,7 +48,7 @@ class LinkedVictim:
         links = list(_NETWORK.subnets(new_prefix=_PREFIX_BITS))
         here, there = map(str, links[os.getpid() % len(links)].hosts())
         self._near, far = f"kvpn{os.getpid()}", f"kvpf{os.getpid()}"
-        self._owner = Child.python(self._stack, "kvpool.cli.bench_link", "owner", far, there)
+        self._owner = Child(self._stack, sys.executable, __file__, "owner", far, there)
         entered = self._owner.ask()
         if not entered.isdecimal():
             raise UsageError(entered)
@@ -105,9 +105,9 @@ def _index(route: "IPRoute", name: str) -> int:
 
 def _open_route() -> "IPRoute":
     try:
-        from pyroute2 import IPRoute  # an extra that nothing else needs
+        from pyroute2 import IPRoute
     except ImportError as error:
-        raise UsageError("it needs pyroute2: pip install pyroute2") from error
+        raise UsageError("it needs pyroute2: make env") from error
     return IPRoute()
 
 
@@ -118,16 +118,16 @@ def enter_namespace() -> None:
         UsageError: Not as root, or the kernel has none.
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    steps = (
-        lambda: libc.unshare(_CLONE_NEWNS | _CLONE_NEWNET),
-        lambda: libc.mount(b"none", b"/", None, _MS_PRIVATE_REC, None),
-        # libucp finds its devices there.
-        lambda: libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None),
-    )
-    for step in steps:
-        if step() != 0:
-            why = os.strerror(ctypes.get_errno())
-            raise UsageError(f"no network namespace can be made ({why}): run it as root")
+    _require(libc.unshare(_CLONE_NEWNS | _CLONE_NEWNET))
+    _require(libc.mount(b"none", b"/", None, _MS_PRIVATE_REC, None))
+    # libucp finds its devices there.
+    _require(libc.mount(b"sysfs", b"/sys", b"sysfs", 0, None))
+
+
+def _require(result: int) -> None:
+    if result != 0:
+        why = os.strerror(ctypes.get_errno())
+        raise UsageError(f"no network namespace can be made ({why}): run it as root")
 
 
 def be_owner(device: str, address: str) -> None:
@@ -148,9 +148,7 @@ def be_owner(device: str, address: str) -> None:
         print(json.dumps(where), flush=True)
         for line in sys.stdin:
             if line.strip() == "slow":
-                route.tc(
-                    "add", "tbf", index, _TBF_HANDLE, rate=_RATE, latency="1s", burst=_BURST_BYTES
-                )
+                route.tc("add", "tbf", index, _TBF, rate=_RATE, latency="1s", burst=_BURST_BYTES)
             else:
                 route.tc("del", index=index, parent=_ROOT)
             print("done", flush=True)
