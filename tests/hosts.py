@@ -25,6 +25,8 @@ class Host:
     def __init__(self, name: str, address: str) -> None:
         self.address = address
         self._name, self._device = name, f"{name}e"
+        self._route: IPRoute | None = None
+        self._near = 0
         self._keeper = subprocess.Popen(
             [sys.executable, *_PROGRAM, "keep", self._device, address, str(PREFIX_BITS)],
             stdin=subprocess.PIPE,
@@ -40,12 +42,25 @@ class Host:
         (far,) = route.link_lookup(ifname=self._device)
         route.link("set", index=far, net_ns_pid=self._keeper.pid)
         route.link("set", index=near, master=bridge, state="up")
+        self._route, self._near = route, near
         assert self._keeper.stdin is not None
         print("moved", file=self._keeper.stdin, flush=True)
 
     def wait_up(self) -> None:
         """Wait until its address can be used."""
         self._hear("up")
+
+    def cut(self) -> None:
+        """Have nothing pass its link any more: nobody is told."""
+        self._set("down")
+
+    def mend(self) -> None:
+        """Have its link carry what comes again."""
+        self._set("up")
+
+    def _set(self, state: str) -> None:
+        assert self._route is not None, "it is on no bridge"
+        self._route.link("set", index=self._near, state=state)
 
     def prefix(self) -> list[str]:
         """Return what goes before a command that is to run there."""

@@ -176,6 +176,11 @@ class RingOfServers:
         """Return a server by its name."""
         return next(node for node in self.nodes if node.name == name)
 
+    def host(self, node: RingNode) -> Host:
+        """Return the host of a server of its own."""
+        assert self._hosts is not None
+        return self._hosts.hosts[self.nodes.index(node)]
+
     def close(self) -> None:
         """End all of them."""
         for node in self.nodes:

@@ -47,6 +47,14 @@ OPTIONS: Final = [
     ("grpc.min_reconnect_backoff_ms", 2000),
 ]
 
+_CALLER_OPTIONS: Final = [
+    *OPTIONS,
+    # A connection whose bytes nobody acknowledges for 5 s is given up, and another one tried: else, after
+    # a partition, TCP waits for as long again as that lasted. (The timeout is TCP_USER_TIMEOUT, too.)
+    ("grpc.keepalive_time_ms", 60_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+]
+
 
 @dataclass(frozen=True, slots=True)
 class Method(Generic[Request, Reply]):
@@ -200,9 +208,9 @@ class Caller:
     def __init__(self, address: str, access: ClientAccess = OPEN) -> None:
         credentials = _credentials(access, address)
         if credentials is None:
-            self._channel = grpc.insecure_channel(address, options=OPTIONS)
+            self._channel = grpc.insecure_channel(address, options=_CALLER_OPTIONS)
         else:
-            self._channel = grpc.secure_channel(address, credentials, options=OPTIONS)
+            self._channel = grpc.secure_channel(address, credentials, options=_CALLER_OPTIONS)
         self._metadata = access.metadata()
 
     def call(self, method: Method[Request, Reply], request: Request, timeout_s: float) -> Reply:
@@ -294,9 +302,9 @@ class AsyncCaller:
     def __init__(self, address: str, access: ClientAccess = OPEN) -> None:
         credentials = _credentials(access, address)
         if credentials is None:
-            self._channel = grpc.aio.insecure_channel(address, options=OPTIONS)
+            self._channel = grpc.aio.insecure_channel(address, options=_CALLER_OPTIONS)
         else:
-            self._channel = grpc.aio.secure_channel(address, credentials, options=OPTIONS)
+            self._channel = grpc.aio.secure_channel(address, credentials, options=_CALLER_OPTIONS)
         self._metadata = access.metadata()
 
     async def call(

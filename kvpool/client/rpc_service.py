@@ -32,6 +32,8 @@ _OPTIONS: Final = [
     *OPTIONS,
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    # Callers ask once a minute; so many of gRPC's own pings are no attack.
+    ("grpc.http2.min_ping_interval_without_data_ms", 20_000),
     # A second server at one address is refused; else the kernel would share callers among the two.
     ("grpc.so_reuseport", 0),
 ]
