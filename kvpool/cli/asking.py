@@ -18,6 +18,7 @@ from kvpool.client.secret_file import read_secret
 from kvpool.errors import ConfigError, KVPoolError, PeerUnreachableError, UnavailableError
 
 TIMEOUT_S: Final = 5.0
+_TLS_HINT: Final = "no answer (does it speak TLS? --ca-file): "
 EPILOG: Final = """\
 which server:
   --run-dir DIR        the one of this host whose folder it is (kvpool-server --run-dir, node.run_dir)
@@ -30,10 +31,11 @@ Any server of a pool will do: it names the others. Exit status: 0, or 2 if it di
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A server of the pool: its name (``""``: it is alone) and where it answers."""
+    """A server of the pool: its name (``""``: it is alone), its address, and where it is asked."""
 
     name: str
     address: str
+    asked_at: str
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,13 +90,17 @@ class Asking:
         with self.explained():
             reply = self.caller().call(protocol.MEMBERS, protocol.Done(), TIMEOUT_S)
         if not reply.members:
-            return [Node("", self.address)]
-        return [Node(member.node, member.address) for member in reply.members]
+            return [Node("", self.address, self.address)]
+        return [
+            # The one that was named is asked where that was: it may ask less of its own user there.
+            Node(one.node, one.address, self.address if one.node == reply.node else one.address)
+            for one in reply.members
+        ]
 
     def stats(self, nodes: list[Node]) -> list[dict[str, int] | str]:
         """Ask all nodes at once; return of each its counts, or why it gave none."""
         asked = [
-            self.caller(node.address).ask(protocol.STATS, protocol.Done(), TIMEOUT_S)
+            self.caller(node.asked_at).ask(protocol.STATS, protocol.Done(), TIMEOUT_S)
             for node in nodes
         ]
         found: list[dict[str, int] | str] = []
@@ -103,8 +109,13 @@ class Asking:
                 reply = call.reply()
                 found.append(dict(sorted({**reply.stats, **reply.extra}.items())))
             except KVPoolError as error:
-                found.append(str(error))
+                found.append(self.trouble(error))
         return found
+
+    def trouble(self, error: KVPoolError) -> str:
+        """Say why a server gave no answer, and what may help."""
+        hint = "" if self._access.ca or not isinstance(error, UnavailableError) else _TLS_HINT
+        return f"{hint}{error}"
 
     @contextmanager
     def explained(self) -> Generator[None]:

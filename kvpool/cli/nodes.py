@@ -82,7 +82,7 @@ def _stat(arguments: argparse.Namespace) -> int:
                 node, address, why = nodes[0].name, nodes[0].address, counts[0]
                 raise PeerUnreachableError(f"node {node} at {address} does not answer: {why}")
             with servers.explained():
-                servers.caller(nodes[0].address).call(protocol.STATS, protocol.Done(), TIMEOUT_S)
+                servers.caller(nodes[0].asked_at).call(protocol.STATS, protocol.Done(), TIMEOUT_S)
     shown = {
         node.name or "server": found if isinstance(found, dict) else {"trouble": found}
         for node, found in zip(nodes, counts, strict=True)
@@ -103,7 +103,7 @@ def _match(arguments: argparse.Namespace) -> int:
     with contextlib.closing(Asking(arguments)) as servers:
         nodes = servers.nodes()
         asked = [
-            servers.caller(node.address).ask(protocol.MATCH, request, TIMEOUT_S) for node in nodes
+            servers.caller(node.asked_at).ask(protocol.MATCH, request, TIMEOUT_S) for node in nodes
         ]
         rows: list[dict[str, int | str]] = []
         for node, call in zip(nodes, asked, strict=True):
@@ -113,7 +113,7 @@ def _match(arguments: argparse.Namespace) -> int:
                 if block_tokens:
                     row["tokens"] = blocks * block_tokens
             except KVPoolError as error:
-                row["trouble"] = str(error)
+                row["trouble"] = servers.trouble(error)
             rows.append(row)
     total = len(hashes) // HASH_BYTES
     if arguments.json:

@@ -280,12 +280,14 @@ class Member(_message.Message):
     def __init__(self, node: _Optional[str] = ..., incarnation: _Optional[bytes] = ..., address: _Optional[str] = ..., heard: _Optional[bool] = ...) -> None: ...
 
 class MembersReply(_message.Message):
-    __slots__ = ("members", "ring")
+    __slots__ = ("members", "ring", "node")
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     RING_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
     members: _containers.RepeatedCompositeFieldContainer[Member]
     ring: bytes
-    def __init__(self, members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., ring: _Optional[bytes] = ...) -> None: ...
+    node: str
+    def __init__(self, members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., ring: _Optional[bytes] = ..., node: _Optional[str] = ...) -> None: ...
 
 class LookupRequest(_message.Message):
     __slots__ = ("names",)

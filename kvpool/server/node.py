@@ -244,4 +244,6 @@ class Node:
             )
             for one in self._members
         ]
-        return protocol.MembersReply(members=members, ring=self._shard.digest())
+        return protocol.MembersReply(
+            members=members, ring=self._shard.digest(), node=self.store.node
+        )

@@ -8,9 +8,11 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
 import pytest
 from google.protobuf.message import Message
 
+from kvpool.cli.main import main
 from kvpool.client import protocol
 from kvpool.client.access import OPEN, ClientAccess
 from kvpool.client.link import Place
@@ -296,6 +298,24 @@ def test_another_tenants_lease_gives_no_bytes_and_stays(secure: Secure) -> None:
         blue.call(protocol.RELEASE, release, WAIT_S)
         assert secure.stats()["leases"] == 1
         assert red.match(chain_of(red, 6)).blocks == CHAIN_BLOCKS
+
+
+@pytest.mark.parametrize("with_tls", [False, True])
+def test_the_command_line_asks_in_the_run_directory(
+    secure: Secure, capsys: pytest.CaptureFixture[str], with_tls: bool
+) -> None:
+    """Which speaks no TLS, whatever the servers' addresses speak; and no server is down there."""
+    folder = secure.process.run_dir.parent
+    shown = ["--ca-file", str(secure.authority.ca), "--token-file", str(folder / "servers")]
+    where = ["--run-dir", str(secure.process.run_dir)]
+    assert main(["nodes", *where, "--json", *(shown if with_tls else [])]) == 0
+    (row,) = msgspec.json.decode(capsys.readouterr().out)
+    assert (row["node"], row["address"], row["state"]) == ("a", secure.address, "up")
+    assert main(["match", *where, "--json", "--hash", "0" * 64]) == 0
+    (row,) = msgspec.json.decode(capsys.readouterr().out)["nodes"]
+    assert row == {"node": "a", "blocks": 0}
+    assert main(["nodes", "--server", secure.address]) == 2
+    assert "--ca-file" in capsys.readouterr().err
 
 
 def test_a_token_that_is_shown_counts_at_the_run_directory_too(secure: Secure) -> None:
