@@ -351,9 +351,12 @@ class UcxTransport(Transport):
 
     def _say_how(self) -> None:
         """Say once how bulk will go: the engine tried it as the first connection opened."""
-        if self._said_how or self._closed:
+        if self._said_how:
             return
-        put = self._engine.put_protocol()
+        try:
+            put = self._engine.put_protocol()
+        except ClosedError:  # meanwhile
+            return
         self._said_how = put != ""
         if ZERO_COPY in put:
             logger.info("UCX: %s", put)
