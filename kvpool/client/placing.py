@@ -99,15 +99,19 @@ def ends_of(
         sent: Each has a deadline of its own; or why it did not begin.
         ended: Of their caller: if it is cancelled, they are.
     """
-    return [one if isinstance(one, KVPoolError) else _end_of(one, ended) for one in sent]
+    under_way = [one for one in sent if not isinstance(one, KVPoolError)]
+    return [one if isinstance(one, KVPoolError) else _end_of(one, under_way, ended) for one in sent]
 
 
 def _end_of(
-    sent: Completion[StoreResult], ended: CompletionSource[StoreResult]
+    sent: Completion[StoreResult],
+    all_of_them: Sequence[Completion[StoreResult]],
+    ended: CompletionSource[StoreResult],
 ) -> StoreResult | KVPoolError:
     while True:
         if ended.cancel_requested:
-            sent.cancel()
+            for one in all_of_them:
+                one.cancel()
         try:
             return sent.wait(_CANCEL_LOOK_S)
         except KVPoolError as error:

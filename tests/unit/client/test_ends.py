@@ -50,14 +50,17 @@ def test_a_store_that_fails_waits_for_the_others(error: KVPoolError, at_once: bo
 
 def test_a_store_that_is_cancelled_waits_for_all() -> None:
     ended: CompletionSource[StoreResult] = CompletionSource()
-    slow: CompletionSource[StoreResult] = CompletionSource()
+    first, second = (CompletionSource[StoreResult]() for _ in range(2))
     ended.completion.cancel()
-    call = Beside(lambda: ends_of([slow.completion], ended))
+    call = Beside(lambda: ends_of([first.completion, second.completion], ended))
     assert call.goes_on()
-    assert slow.cancel_requested
-    slow.cancelled()
+    assert first.cancel_requested
+    assert second.cancel_requested
+    first.cancelled()
+    assert call.goes_on()
+    second.cancelled()
     assert call.ended()
-    assert [type(one) for one in _listed(call.returned)] == [CancelledTransferError]
+    assert [type(one) for one in _listed(call.returned)] == 2 * [CancelledTransferError]
 
 
 def test_pulls_are_all_cancelled_and_then_waited_for() -> None:
