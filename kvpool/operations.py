@@ -38,12 +38,13 @@ class Operations:
     or waits and may not run it, or nobody has asked for it for 2 ms.
 
     Args:
-        threads: Operations that run at the same time, on threads named ``kvpool-copy``.
+        threads: Operations that run at the same time.
         operations_max: Running or queued; one more is refused.
+        name: Of the threads.
     """
 
-    def __init__(self, threads: int, operations_max: int) -> None:
-        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="kvpool-copy")
+    def __init__(self, threads: int, operations_max: int, *, name: str = "kvpool-copy") -> None:
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
         self._operations_max = operations_max
         self._lock = threading.Lock()
         self._ended = threading.Condition(self._lock)
@@ -52,7 +53,7 @@ class Operations:
         self._process = os.getpid()
         # Of the one operation that is alone and that nobody has begun.
         self._late: Callable[[], None] | None = None
-        self._bell = Bell(self._start_late, "kvpool-copy-late")
+        self._bell = Bell(self._start_late, f"{name}-late")
 
     def enter(self) -> None:
         """Count one operation, which ``run`` or ``leave`` must follow.

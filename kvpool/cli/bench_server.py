@@ -18,6 +18,7 @@ from kvpool.cli.bench_reference import rotate_bytes
 from kvpool.cli.bench_server_peer import Mooncake
 from kvpool.cli.bench_server_ring import Prompts, Servers, new_chain, wait_matched
 from kvpool.cli.bench_tiers import aligned_room
+from kvpool.cli.bench_ucx import sampled
 from kvpool.config import PoolConfig, TransferConfig
 from kvpool.errors import InternalError
 from kvpool.memory import BlockView
@@ -42,28 +43,30 @@ _SMALL: Final = BlockLayout(num_layers=1, kv_heads=1, block_tokens=16, k_dim=64,
 _EXISTS: Final = 10_000
 _LOOKUP_TOKENS: Final = 131_072
 _ASKED_QUICK: Final = 4
-_ASKED: Final = 20
+_ASKED: Final = 100
+# How often a sample goes round: once is 0.1 s, and one turn of another process a tenth of that.
+_ROUNDS: Final = 4
 
 _Open = Callable[[ExitStack, BlockLayout, int], BlockPool]
 
 
 def cases(quick: bool) -> list[Case]:
     """Return the rows."""
-    size = 64 << 20 if quick else rotate_bytes()
+    scale = (64 << 20, 1) if quick else (rotate_bytes(), _ROUNDS)
     both = ("put", "get")
     rows = [
-        _moves(f"server.{way}.{name}", way, *job, "Mooncake's store, as it comes", _default, size)
+        _moves(f"server.{way}.{name}", way, *job, "Mooncake's store, as it comes", _default, scale)
         for name, job in _JOBS.items()
         for way in both
     ]
     rows += [
-        _moves(f"server.tcp.{way}.{name}", way, *job, "Mooncake's store, tcp", _over_tcp, size)
+        _moves(f"server.tcp.{way}.{name}", way, *job, "Mooncake's store, tcp", _over_tcp, scale)
         for name, job in _JOBS.items()
         for way in both
     ]
     rows += [
         _moves(
-            f"server.process.{way}.{name}", way, *job, "Mooncake's store, same process", None, size
+            f"server.process.{way}.{name}", way, *job, "Mooncake's store, same process", None, scale
         )
         for name, job in _JOBS.items()
         for way in both
@@ -81,13 +84,19 @@ def cases(quick: bool) -> list[Case]:
 
 
 def _moves(
-    name: str, way: str, block: str, count: int, reference: str, pool: _Open | None, size: int
+    name: str,
+    way: str,
+    block: str,
+    count: int,
+    reference: str,
+    pool: _Open | None,
+    scale: tuple[int, int],
 ) -> Case:
     return Case(
         name=name,
         unit="GB/s",
         reference=reference,
-        open=partial(_open_moves, way, _LAYERS[block], count, pool, size),
+        open=partial(_open_moves, way, _LAYERS[block], count, pool, scale),
         one_process=False,
     )
 
@@ -106,8 +115,14 @@ def _in_process(stack: ExitStack, layout: BlockLayout, memory_bytes: int) -> Blo
 
 @contextmanager
 def _open_moves(
-    way: str, layers: int, count: int, pool: _Open | None, size: int, timer: Timer
+    way: str,
+    layers: int,
+    count: int,
+    pool: _Open | None,
+    scale: tuple[int, int],
+    timer: Timer,
 ) -> Generator[Sides, None, None]:
+    size, rounds = scale
     layout = BlockLayout(
         num_layers=layers, kv_heads=8, block_tokens=16, k_dim=128, v_dim=128, dtype="bfloat16"
     )
@@ -117,28 +132,39 @@ def _open_moves(
         theirs = Mooncake(
             stack, size, memory_bytes, apart=pool is not None, pooled=pool is _over_tcp
         )
-        yield _Moves(way, ours, theirs, size, (layout.block_bytes, count))
+        yield _Moves(way, ours, theirs, (size, rounds), (layout.block_bytes, count))
 
 
 class _Moves:
     ceiling: float | None = None
 
     def __init__(
-        self, way: str, ours: Prompts, theirs: Mooncake, size: int, call: tuple[int, int]
+        self,
+        way: str,
+        ours: Prompts,
+        theirs: Mooncake,
+        scale: tuple[int, int],
+        call: tuple[int, int],
     ) -> None:
         self._way = way
         self._ours = ours
         self._theirs = theirs
-        self._size = size
+        self._size, self._rounds = scale
         self._call = call
         if way == "get":
             ours.put()
             theirs.seconds("put", *call)
 
     def value(self) -> float:
-        return self._size / (self._ours.put() if self._way == "put" else self._ours.get()) / 1e9
+        return sampled(self._own_rate, self._rounds)
 
     def reference(self) -> float:
+        return sampled(self._their_rate, self._rounds)
+
+    def _own_rate(self) -> float:
+        return self._size / (self._ours.put() if self._way == "put" else self._ours.get()) / 1e9
+
+    def _their_rate(self) -> float:
         return self._size / self._theirs.seconds(self._way, *self._call) / 1e9
 
 

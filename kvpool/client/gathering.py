@@ -1,19 +1,19 @@
 """Loads from several servers at once: another replica is read where one fails.
 
 Owns what a load tries next, and how long. Blocks themselves move through the pools of single servers.
-Runs on threads ``kvpool-load``. Who calls it: the pool over many servers.
+A load that is alone runs in the thread that waits for it, others on threads ``kvpool-load``. Who calls
+it: the pool over many servers.
 """
 
 import logging
 import threading
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Final
 
 from kvpool.block import BlockLayout
 from kvpool.client.nodes import Nodes
 from kvpool.client.parts import ClusterLease, Leaser, Part
-from kvpool.client.placing import run_on
 from kvpool.completion import Completion, CompletionSource, Deadline
 from kvpool.config import TransferConfig
 from kvpool.errors import (
@@ -26,6 +26,7 @@ from kvpool.errors import (
     UsageError,
 )
 from kvpool.memory import BlockView
+from kvpool.operations import Operations
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +34,18 @@ logger = logging.getLogger(__name__)
 _SLOWEST_BYTES_S: Final = 64 << 20
 # Longest that the end of a load is waited for behind its deadline: its pull has one of its own.
 _END_TIMEOUT_S: Final = 10.0
+# Loads under way and queued; one more is refused.
+_LOADS_MAX: Final = 4096
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Begun:
+    """Blocks ``begin`` to ``end`` of a chain under way, or why they are not."""
+
+    begin: int
+    end: int
+    part: Part
+    pull: Completion[int] | KVPoolError
 
 
 class _Running(Completion[int]):
@@ -91,7 +104,7 @@ class Gathering:
         self._lock = threading.Lock()
         self._retries = 0
         self._closed = False
-        self._threads = ThreadPoolExecutor(config.completion_threads, "kvpool-load")
+        self._operations = Operations(config.completion_threads, _LOADS_MAX, name="kvpool-load")
 
     @property
     def retries(self) -> int:
@@ -102,32 +115,59 @@ class Gathering:
     def start(
         self, lease: ClusterLease, dest: BlockView, first: int, deadline_s: float
     ) -> Completion[int]:
-        """Begin a load; its completion is as ``BlockPool.load`` says."""
-        source: CompletionSource[int] = CompletionSource()
-        running = source.completion = _Running()
+        """Begin a load; its completion is as ``BlockPool.load`` says.
+
+        Raises:
+            CapacityError: Too many are under way.
+            ClosedError: The pool was closed.
+        """
+        if self._closed:
+            raise ClosedError("the pool is closed: connect again")
+        running = _Running()
+        source = CompletionSource(running)
         deadline = Deadline(deadline_s)
+        self._operations.enter()
+        # Now: the lease may be closed as soon as this returns.
+        pulls = self._begin(lease, dest, first, deadline, running)
 
         def work() -> int:
-            return self._load(lease, dest, first, deadline, running)
-
-        def ended(good: int) -> None:
+            good = self._load(pulls, lease, dest, first, deadline, running)
             if good:
                 source.advance(self._layout.num_layers)
+            return good
 
-        run_on(self._threads, source, work, ended)
-        return running
+        source.bound(deadline_s)
+        return self._operations.run(source, work)
 
     def close(self) -> None:
         """Have what is under way end with ClosedError, and begin nothing any more."""
         self._closed = True
-        self._threads.shutdown(wait=False)
 
     def join(self) -> None:
         """Wait for the end of all loads. After the servers were closed, which ends them."""
-        self._threads.shutdown(wait=True)
+        self._operations.close(_END_TIMEOUT_S)
+
+    def _begin(
+        self,
+        lease: ClusterLease,
+        dest: BlockView,
+        first: int,
+        deadline: Deadline,
+        running: _Running,
+    ) -> list[_Begun]:
+        """Start all parts at once."""
+        begun: list[_Begun] = []
+        for part in lease.parts:
+            begin, end = max(part.begin, first), min(part.end, first + len(dest))
+            if begin < end:
+                view = dest.take(begin - first, end - first)
+                pull = self._pull(part, view, begin, deadline, running)
+                begun.append(_Begun(begin, end, part, pull))
+        return begun
 
     def _load(
         self,
+        pulls: list[_Begun],
         lease: ClusterLease,
         dest: BlockView,
         first: int,
@@ -136,33 +176,29 @@ class Gathering:
     ) -> int:
         """Load all parts; whatever comes of it, nothing writes into ``dest`` behind the end."""
         try:
-            return self._load_parts(lease, dest, first, deadline, running)
+            return self._load_parts(pulls, lease, dest, first, deadline, running)
         finally:
             end_all(running.pulls)
 
     def _load_parts(
         self,
+        pulls: list[_Begun],
         lease: ClusterLease,
         dest: BlockView,
         first: int,
         deadline: Deadline,
         running: _Running,
     ) -> int:
-        """Start all parts at once, and end them in order; return the leading blocks that came."""
+        """End all parts in order; return the leading blocks that came."""
         stop = first + len(dest)
-        pulls: list[tuple[int, int, Part, Completion[int] | KVPoolError]] = []
-        for part in lease.parts:
-            begin, end = max(part.begin, first), min(part.end, stop)
-            if begin < end:
-                view = dest.take(begin - first, end - first)
-                pulls.append((begin, end, part, self._pull(part, view, begin, deadline, running)))
         at = first
-        for begin, end, part, pull in pulls:
-            good = self._end(pull, part, deadline) if at == begin else self._give_up(pull)
-            if at == begin:
-                at += good
-                if at < end and not self._over(deadline, running):
-                    at = self._retry(lease, dest, first, (at, end), part, deadline, running)
+        for one in pulls:
+            if at != one.begin:
+                self._give_up(one.pull)
+                continue
+            at += self._end(one.pull, one.part, deadline)
+            if at < one.end and not self._over(deadline, running):
+                at = self._retry(lease, dest, first, (at, one.end), one.part, deadline, running)
         if running.cancel_requested:
             raise CancelledTransferError("cancelled by the caller")
         if self._closed:

@@ -43,20 +43,22 @@ class ConfigureRequest(_message.Message):
     def __init__(self, version: _Optional[int] = ..., layout: _Optional[_Union[Layout, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("version", "server", "node", "ways", "salt", "durable")
+    __slots__ = ("version", "server", "node", "ways", "salt", "durable", "call_bytes_max")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     SERVER_FIELD_NUMBER: _ClassVar[int]
     NODE_FIELD_NUMBER: _ClassVar[int]
     WAYS_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
     DURABLE_FIELD_NUMBER: _ClassVar[int]
+    CALL_BYTES_MAX_FIELD_NUMBER: _ClassVar[int]
     version: int
     server: bytes
     node: str
     ways: _containers.RepeatedCompositeFieldContainer[Way]
     salt: bytes
     durable: bool
-    def __init__(self, version: _Optional[int] = ..., server: _Optional[bytes] = ..., node: _Optional[str] = ..., ways: _Optional[_Iterable[_Union[Way, _Mapping]]] = ..., salt: _Optional[bytes] = ..., durable: _Optional[bool] = ...) -> None: ...
+    call_bytes_max: int
+    def __init__(self, version: _Optional[int] = ..., server: _Optional[bytes] = ..., node: _Optional[str] = ..., ways: _Optional[_Iterable[_Union[Way, _Mapping]]] = ..., salt: _Optional[bytes] = ..., durable: _Optional[bool] = ..., call_bytes_max: _Optional[int] = ...) -> None: ...
 
 class Way(_message.Message):
     __slots__ = ("kind", "address", "region")

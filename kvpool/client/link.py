@@ -14,9 +14,11 @@ from pathlib import Path
 from kvpool.block import BlockLayout, Incarnation
 from kvpool.client import protocol
 from kvpool.client.access import OPEN, ClientAccess
+from kvpool.client.asking import FAR_BYTES_MAX, LinkCaller
 from kvpool.client.breaker import Breaker
+from kvpool.client.call_wire import CALL_BYTES_MAX
 from kvpool.client.life import wait_alive
-from kvpool.client.rpc import Caller, Method, Reply, Request, Stayed
+from kvpool.client.rpc import Method, Reply, Request, Stayed
 from kvpool.client.staging import Staging
 from kvpool.client.ways import Ways
 from kvpool.clock import Clock
@@ -30,6 +32,7 @@ from kvpool.errors import (
 )
 from kvpool.transfer.base import Endpoint
 from kvpool.transfer.choice import TransportKind
+from kvpool.transfer.host_endpoint import HostEndpoint
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +73,7 @@ class Link:
         stayed: Says who is alive without an endpoint, at both ends; None with one.
     """
 
-    caller: Caller
+    caller: LinkCaller
     endpoint: Endpoint | None
     staging: Staging | None
     client: bytes
@@ -107,7 +110,7 @@ def open_link(place: Place, layout: BlockLayout, ways: Ways, timeout_s: float) -
         TransferTimeoutError: It did not answer within ``timeout_s``.
     """
     deadline = Deadline(timeout_s)
-    caller = Caller(place.target, place.access)
+    caller = LinkCaller(place.target, place.access)
     endpoint: Endpoint | None = None
     try:
         configure = protocol.ConfigureRequest(
@@ -126,6 +129,9 @@ def open_link(place: Place, layout: BlockLayout, ways: Ways, timeout_s: float) -
         caller.call(protocol.HELLO, hello, deadline.remaining_s())
         stay = protocol.StayRequest(client=client)
         stayed = caller.stay(protocol.STAY, stay) if endpoint is None else None
+        if endpoint is not None:
+            most = CALL_BYTES_MAX if isinstance(endpoint, HostEndpoint) else FAR_BYTES_MAX
+            caller.use(endpoint, min(most, welcome.call_bytes_max))
     except BaseException:
         if endpoint is not None:
             endpoint.close()

@@ -8,7 +8,7 @@ import logging
 import threading
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Final
 
@@ -80,6 +80,14 @@ class _Loading(Completion[int]):
     """The completion of a load; its bytes are moved by ``pull``."""
 
     pull: Completion[int] | None = None
+
+    def wait(self, timeout_s: float) -> int:
+        """Wait as any completion does; copies here where its pull can be helped."""
+        deadline = Deadline(timeout_s)
+        if self.pull is not None and not self.done():
+            with suppress(KVPoolError):  # this completion says what it means
+                self.pull.wait(timeout_s)
+        return super().wait(deadline.remaining_s())
 
     def cancel(self) -> None:
         super().cancel()
@@ -311,6 +319,8 @@ class Loads:
         if not lease.link.alive():
             return  # the server gave it back when the connection ended
         request = protocol.ReleaseRequest(client=lease.link.client, lease=lease.number)
+        if lease.link.caller.tell(protocol.RELEASE, request):
+            return
         try:
             self._keeper.ask(protocol.RELEASE, request, self._timeout_s, lease.link)
         except KVPoolError as error:

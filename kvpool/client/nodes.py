@@ -25,7 +25,6 @@ from kvpool.clock import Clock
 from kvpool.completion import Deadline
 from kvpool.config import TransferConfig
 from kvpool.errors import (
-    ClosedError,
     KVPoolError,
     PeerUnreachableError,
     TransferTimeoutError,
@@ -233,8 +232,9 @@ class Nodes:
                 continue
             request = protocol.LookupRequest(names=question.names)
             try:
-                asked[question.node] = node, node.caller.ask(protocol.LOOKUP, request, timeout_s)
-            except ClosedError:
+                caller = node.pool.caller() or node.caller
+                asked[question.node] = node, caller.ask(protocol.LOOKUP, request, timeout_s)
+            except KVPoolError:  # its connection or channel has ended
                 failed.add(question.node)
         answers: dict[NodeId, Sequence[tuple[Store, ...]]] = {}
         for name, (node, call) in asked.items():

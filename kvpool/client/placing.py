@@ -1,15 +1,13 @@
 """Where blocks go and where they are read: the choice among the servers of a ring.
 
-Owns the order in which servers are chosen, the threads of stores (``kvpool-place``), and how a store
-goes on when one of its servers fails. Who calls it: the pool over many servers.
+Owns the order in which servers are chosen, the threads of stores (``kvpool-place``; one that is alone
+runs in the thread that waits for it), and how a store goes on when one of its servers fails. Who calls it: the pool over many servers.
 """
 
 import logging
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Final
 
 from kvpool.base import Chain, Durability, StoreResult
 from kvpool.block import NodeId
@@ -17,53 +15,24 @@ from kvpool.client.nodes import Node, Nodes
 from kvpool.completion import Completion, CompletionSource, Deadline
 from kvpool.config import TransferConfig
 from kvpool.errors import (
+    CapacityError,
     ClosedError,
-    InternalError,
     KVPoolError,
     PeerUnreachableError,
     UnavailableError,
 )
 from kvpool.index.lookup import Piece
 from kvpool.memory import BlockView
+from kvpool.operations import Operations
 
 logger = logging.getLogger(__name__)
-
-_Result = TypeVar("_Result")
 
 # How often a store looks whether it was cancelled.
 _CANCEL_LOOK_S: Final = 0.05
 # A store goes where at least this share of its chain is already.
 _HOME_SHARE: Final = 0.5
-
-
-def run_on(
-    threads: ThreadPoolExecutor,
-    source: CompletionSource[_Result],
-    work: Callable[[], _Result],
-    before_end: Callable[[_Result], None],
-) -> None:
-    """Run ``work`` on a thread and end ``source`` with what it returns or raises.
-
-    Raises:
-        ClosedError: The threads were shut down.
-    """
-
-    def run() -> None:
-        try:
-            result = work()
-        except KVPoolError as error:
-            source.fail(error)
-        except Exception as error:
-            logger.exception("a load or store failed")
-            source.fail(InternalError(f"a load or store failed: {error!r}"))
-        else:
-            before_end(result)
-            source.finish(result)
-
-    try:
-        threads.submit(run)
-    except RuntimeError as error:
-        raise ClosedError("the pool is closed: connect again") from error
+# Longest that ``join`` waits for stores whose servers are closed: one copy of a batch each.
+_END_TIMEOUT_S: Final = 10.0
 
 
 def cheapest(
@@ -132,7 +101,7 @@ class Placed:
 
 
 class Placing:
-    """Stores on servers of a ring. Safe from any thread: ``_lock`` guards the count.
+    """Stores on servers of a ring. Safe from any thread.
 
     Args:
         nodes: The servers.
@@ -142,9 +111,9 @@ class Placing:
     def __init__(self, nodes: Nodes, config: TransferConfig) -> None:
         self._nodes = nodes
         self._config = config
-        self._threads = ThreadPoolExecutor(config.completion_threads, "kvpool-place")
-        self._lock = threading.Lock()
-        self._pending = 0
+        self._operations = Operations(
+            config.completion_threads, config.stores_max, name="kvpool-place"
+        )
         self._closed = False
 
     def submit(self, store: Placed) -> Completion[StoreResult]:
@@ -153,31 +122,24 @@ class Placing:
         if not len(store.source):
             ended.finish(StoreResult(0, 0))
             return ended.completion
-        with self._lock:
-            if self._pending >= self._config.stores_max:
-                why = f"{self._config.stores_max} stores are under way: wait for one to end"
-                ended.finish(StoreResult(0, 0, why))
-                return ended.completion
-            self._pending += 1
-
-        def work() -> StoreResult:
-            try:
-                return self._place(store, ended)
-            finally:
-                with self._lock:
-                    self._pending -= 1
-
-        run_on(self._threads, ended, work, lambda _: None)
-        return ended.completion
+        if self._closed:
+            raise ClosedError("the pool is closed: connect again")
+        try:
+            self._operations.enter()
+        except CapacityError:
+            why = f"{self._config.stores_max} stores are under way: wait for one to end"
+            ended.finish(StoreResult(0, 0, why))
+            return ended.completion
+        ended.bound(store.deadline.remaining_s())
+        return self._operations.run(ended, lambda: self._place(store, ended))
 
     def close(self) -> None:
         """Have the stores under way end, as soon as their links are closed."""
         self._closed = True
-        self._threads.shutdown(wait=False)
 
     def join(self) -> None:
         """Wait until all have ended."""
-        self._threads.shutdown(wait=True)
+        self._operations.close(_END_TIMEOUT_S)
 
     def durable(self) -> bool:
         """Say whether some server can keep blocks for sure."""
@@ -215,8 +177,11 @@ class Placing:
         failed: KVPoolError | None = None
         while homes and len(results) < store.replicas:
             batch = [homes.pop(0) for _ in range(min(len(homes), store.replicas - len(results)))]
-            stores = [self._send(store, node) for node in batch]
-            for end in ends_of(stores, ended):
+            if len(batch) == 1:
+                ends = [self._send_here(store, batch[0], ended)]
+            else:
+                ends = ends_of([self._send(store, node) for node in batch], ended)
+            for end in ends:
                 if isinstance(end, StoreResult):
                     results.append(end)
                 elif isinstance(end, UnavailableError | ClosedError):
@@ -236,6 +201,22 @@ class Placing:
         elif not refused:
             refused = min(results, key=lambda result: result.stored).refused
         return StoreResult(best.stored, best.new, refused)
+
+    def _send_here(
+        self, store: Placed, node: Node, ended: CompletionSource[StoreResult]
+    ) -> StoreResult | KVPoolError:
+        """Store on one server in this thread; return what came of it."""
+        try:
+            return node.pool.store_here(
+                store.chain,
+                store.source,
+                first=store.first,
+                durability=store.durability,
+                deadline=store.deadline,
+                is_cancelled=lambda: ended.cancel_requested,
+            )
+        except KVPoolError as error:
+            return error
 
     def _send(self, store: Placed, node: Node) -> Completion[StoreResult] | KVPoolError:
         try:

@@ -9,6 +9,7 @@ the server's memory. Who calls it: ``connect``, and the pool over many servers.
 import logging
 import os
 import threading
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
@@ -28,7 +29,7 @@ from kvpool.block import HASH_BYTES, BlockLayout, Namespace
 from kvpool.client import protocol
 from kvpool.client.link import Link, LinkKeeper, Place
 from kvpool.client.loads import Loads, RemoteLease
-from kvpool.client.rpc import Method, Reply, Request
+from kvpool.client.rpc import Caller, Method, Reply, Request
 from kvpool.client.stores import Stores
 from kvpool.client.ways import Ways
 from kvpool.clock import Clock, SystemClock
@@ -179,14 +180,24 @@ class RemotePool(BlockPool):
         deadline_s: float,
     ) -> Completion[StoreResult]:
         """Stage blocks, chunk by chunk, for the server to pull. See ``BlockPool``."""
-        self._require_open()
-        require_storable(self.layout, chain, source, first, durability, deadline_s)
+        self._require_storable(chain, source, first, durability, deadline_s)
         durable = durability == "ssd"
-        if durable and not self.durable():
-            raise CapacityError(
-                "the server has no ssd tier: store with 'dram', or start it with --ssd"
-            )
         return self._stores.submit(chain, source, first, Deadline(deadline_s), durable=durable)
+
+    def store_here(
+        self,
+        chain: Chain,
+        source: BlockView,
+        *,
+        first: int,
+        durability: Durability,
+        deadline: Deadline,
+        is_cancelled: Callable[[], bool],
+    ) -> StoreResult:
+        """Store in the caller's thread, until the end. Raises what ``store`` ends with or raises."""
+        self._require_storable(chain, source, first, durability, deadline.remaining_s())
+        durable = durability == "ssd"
+        return self._stores.run(chain, source, first, deadline, is_cancelled, durable=durable)
 
     def stats(self) -> PoolStats:
         """Ask the server, for at most ``request_timeout_s``. See ``BlockPool``."""
@@ -216,6 +227,21 @@ class RemotePool(BlockPool):
         if self._ways is not None:
             self._ways.close()
 
+    def _require_storable(
+        self,
+        chain: Chain,
+        source: BlockView,
+        first: int,
+        durability: Durability,
+        deadline_s: float,
+    ) -> None:
+        self._require_open()
+        require_storable(self.layout, chain, source, first, durability, deadline_s)
+        if durability == "ssd" and not self.durable():
+            raise CapacityError(
+                "the server has no ssd tier: store with 'dram', or start it with --ssd"
+            )
+
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError("the pool is closed: connect again")
@@ -243,6 +269,13 @@ class RemotePool(BlockPool):
     def note_silence(self) -> None:
         """Take note that the server's process did not answer in time: it is given a pause."""
         self._keeper.note_silence()
+
+    def caller(self) -> Caller | None:
+        """Return what asks the server over the link there is; None: there is none now."""
+        try:
+            return self._keeper.link().caller
+        except UnavailableError:
+            return None
 
     def is_near(self) -> bool:
         """Say whether the server's memory is mapped here: it is on this host."""

@@ -7,7 +7,7 @@ server of a pool, and the workers.
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import grpc
 import grpc.aio
@@ -37,6 +37,14 @@ _OPTIONS: Final = [
     # A second server at one address is refused; else the kernel would share callers among the two.
     ("grpc.so_reuseport", 0),
 ]
+
+
+class Methods(Protocol):
+    """What methods are served by: gRPC, or the connections of transports."""
+
+    def add(self, method: Method[Request, Reply], handler: Unary | Streaming) -> None:
+        """Serve a method."""
+        ...
 
 
 class Service:

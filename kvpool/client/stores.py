@@ -7,6 +7,7 @@ remote pool.
 
 import logging
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -116,17 +117,11 @@ class Stores:
         error: KVPoolError | None = None
         result = StoreResult(0, 0)
         try:
-            store = _Store(self._keeper.link(), chain, source, first, deadline, durable)
-            try:
-                while store.stored < len(source) and not store.refused:
-                    self._require_going(ended, deadline)
-                    self._send_batch(store)
-            finally:
-                for lease in store.holds:
-                    self._let_go(store.link, lease)
-            result = StoreResult(store.stored, store.new, store.refused)
+            result = self.run(
+                chain, source, first, deadline, lambda: ended.cancel_requested, durable=durable
+            )
         except KVPoolError as caught:
-            error = self._meaning(caught)
+            error = caught
         except Exception as caught:
             logger.exception("a store failed")
             error = InternalError(f"a store failed: {caught!r}")
@@ -137,17 +132,50 @@ class Stores:
         else:
             ended.finish(result)
 
+    def run(
+        self,
+        chain: Chain,
+        source: BlockView,
+        first: int,
+        deadline: Deadline,
+        is_cancelled: Callable[[], bool],
+        *,
+        durable: bool,
+    ) -> StoreResult:
+        """Store in the caller's thread what was checked; return when nothing reads it any more.
+
+        Raises:
+            KVPoolError: What the store ends with.
+        """
+        try:
+            store = _Store(self._keeper.link(), chain, source, first, deadline, durable)
+            try:
+                while store.stored < len(source) and not store.refused:
+                    self._require_going(is_cancelled, deadline)
+                    self._send_batch(store)
+            finally:
+                for lease in store.holds:
+                    self._let_go(store.link, lease)
+        except KVPoolError as error:
+            meant = self._meaning(error)
+            if meant is error:
+                raise
+            raise meant from error
+        return StoreResult(store.stored, store.new, store.refused)
+
     def _let_go(self, link: Link, lease: int) -> None:
         request = protocol.ReleaseRequest(client=link.client, lease=lease)
+        if link.caller.tell(protocol.RELEASE, request):
+            return
         try:
             self._keeper.ask(protocol.RELEASE, request, self._timeout_s, link)
         except KVPoolError as error:
             logger.debug("blocks of a store stay held until their lease runs out: %s", error)
 
-    def _require_going(self, ended: CompletionSource[StoreResult], deadline: Deadline) -> None:
+    def _require_going(self, is_cancelled: Callable[[], bool], deadline: Deadline) -> None:
         if self._closed:
             raise ClosedError("the pool was closed")
-        if ended.cancel_requested:
+        if is_cancelled():
             raise CancelledTransferError("cancelled by the caller")
         if deadline.passed():
             raise TransferTimeoutError("the deadline of the store passed")
@@ -194,5 +222,4 @@ class Stores:
             )
         else:
             return error
-        meant.__cause__ = error
         return meant

@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack
 from typing import Final
 
 from kvpool.client import protocol
-from kvpool.client.rpc_service import Service
+from kvpool.client.rpc_service import Methods, Service
 from kvpool.clock import SystemClock
 from kvpool.config import ServerConfig
 from kvpool.events import Event, EventSink, LogSink, TraceSink
@@ -107,8 +107,8 @@ async def serve(
         await probes.starting()
         local = Service(gate=tenancy.gate(parts.authenticator, local=True))
         others = Service(gate=tenancy.gate(parts.authenticator, local=False))
-        for service in (local, others):
-            _add_all(service, probes, pool, node)
+        _add_all((local, others), probes, pool, node)
+        ends.push_async_callback(pool.calls.stop, _GRACE_S)
         ends.push_async_callback(local.stop, _GRACE_S)
         await local.start(f"unix:{run_dir.path / protocol.CONTROL_SOCKET}")
         if config.listen:
@@ -127,13 +127,18 @@ async def serve(
         await probes.stopping()
 
 
-def _add_all(service: Service, probes: GrpcHealth, pool: PoolService, node: Node | None) -> None:
-    probes.add(service)
-    pool.serve(service)
-    if node is not None:
-        node.serve(service)
-    else:
-        service.add(protocol.MEMBERS, _nobody_else)
+def _add_all(
+    services: Sequence[Service], probes: GrpcHealth, pool: PoolService, node: Node | None
+) -> None:
+    for service in services:
+        probes.add(service)
+        pool.serve(service)
+    methods: list[Methods] = [*services, pool.calls]
+    for each in methods:
+        if node is not None:
+            node.serve(each)
+        else:
+            each.add(protocol.MEMBERS, _nobody_else)
 
 
 async def _run(

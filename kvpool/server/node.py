@@ -16,7 +16,7 @@ from typing import Final
 from kvpool.block import HASH_BYTES, Incarnation, NodeId
 from kvpool.client import protocol
 from kvpool.client.access import OPEN, ClientAccess
-from kvpool.client.rpc_service import Service
+from kvpool.client.rpc_service import Methods
 from kvpool.config import ServerConfig
 from kvpool.errors import UsageError
 from kvpool.index.directory import Kind, Store
@@ -80,8 +80,8 @@ class Node:
         self._ending: set[asyncio.Task[None]] = set()
         self._closed = False
 
-    def serve(self, service: Service) -> None:
-        """Add the directory's methods to a gRPC service."""
+    def serve(self, service: Methods) -> None:
+        """Add the directory's methods to what serves them."""
         service.add(protocol.MEMBERS, self._on_members)
         self._shard.serve(service)
 

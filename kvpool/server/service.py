@@ -20,13 +20,15 @@ from google.protobuf.message import Message
 
 from kvpool.block import HASH_BYTES
 from kvpool.client import protocol
+from kvpool.client.call_wire import CALL_BYTES_MAX
 from kvpool.client.rpc import Method
-from kvpool.client.rpc_service import Service
+from kvpool.client.rpc_service import Methods
 from kvpool.clock import Clock
 from kvpool.config import ServerConfig
 from kvpool.errors import KVPoolError, UnavailableError, UsageError
 from kvpool.events import EventSink, PeerLost
 from kvpool.metrics import Metrics
+from kvpool.server.answering import Answering
 from kvpool.server.holdings import Holdings
 from kvpool.server.leasing import Leasing
 from kvpool.server.served_pool import ServedPool
@@ -60,6 +62,7 @@ class PoolService:
 
     Attributes:
         addresses: Where each transport listens, by kind. To be set before the first client comes.
+        calls: Answers what clients ask over their connections.
     """
 
     def __init__(
@@ -85,16 +88,18 @@ class PoolService:
             tenancy=tenancy,
         )
         self._metrics = metrics
-        self.sessions = Sessions(config.clients_max, self._on_lost)
+        self.calls = Answering()
+        self.sessions = Sessions(config.clients_max, self._on_lost, self.calls.take)
         self._leasing = Leasing(self._served, self.sessions)
         self._storing = Storing(self._served, self.sessions, self._leasing)
         self.addresses: dict[TransportKind, str] = {}
         self._clients_lost = 0
         self._sweeping: asyncio.Task[None] | None = None
         self._report_tiers = TierReport(metrics)
+        self.serve(self.calls)
 
-    def serve(self, service: Service) -> None:
-        """Add every method to a gRPC service."""
+    def serve(self, service: Methods) -> None:
+        """Add every method to what serves them."""
         self._add(service, protocol.CONFIGURE, self._configure)
         self._add(service, protocol.HELLO, self._hello)
         service.add(protocol.STAY, self._stay)
@@ -147,7 +152,7 @@ class PoolService:
 
     def _add(
         self,
-        service: Service,
+        service: Methods,
         method: Method[Any, Any],
         handler: Callable[[Any], Awaitable[Message]],
     ) -> None:
@@ -190,6 +195,7 @@ class PoolService:
             ],
             salt=calling_tenant.get().salt,
             durable=config.pool.ssd is not None,
+            call_bytes_max=CALL_BYTES_MAX,
         )
 
     async def _hello(self, request: protocol.HelloRequest) -> protocol.Done:
@@ -250,6 +256,7 @@ class PoolService:
     def _on_lost(self, session: Session) -> None:
         """Give back what a client held. Its reads ended with its connection."""
         self._clients_lost += 1
+        self.calls.lose(session)
         self._served.events.emit(PeerLost(peer="client", reason="its connection ended"))
         pool = self._served.opened()
         if pool is not None:

@@ -7,6 +7,7 @@ thread only posts to it. Who calls it: the service.
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Final
@@ -18,7 +19,7 @@ from kvpool.errors import (
     TransferTimeoutError,
     UsageError,
 )
-from kvpool.server.tenant import calling_tenant
+from kvpool.server.tenant import Tenant, calling_tenant
 from kvpool.tiers.lease import LeaseId
 from kvpool.transfer.base import Endpoint
 
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 # Longest wait of a hello for the notification that was sent before it.
 _NAMING_TIMEOUT_S: Final = 2.0
+# Notifications of one connection that wait for the loop; a client has fewer parts of calls under way.
+_HEARD_MAX: Final = 4096
 
 
 @dataclass(slots=True, eq=False)
@@ -39,6 +42,7 @@ class Session:
     leases: set[LeaseId] = field(default_factory=set)  # of a client without a connection
     tenant: str = ""
     stays: bool = False  # without a connection: its ``Stay`` is under way, and ends with it
+    caller: Tenant = field(default_factory=Tenant)  # whom it calls for, over its connection
 
 
 class Sessions:
@@ -47,11 +51,18 @@ class Sessions:
     Args:
         clients_max: Most clients; one more is refused.
         on_lost: Told of each greeted client whose connection ended, in the event loop.
+        on_call: Told what a connection says behind its name, in the event loop.
     """
 
-    def __init__(self, clients_max: int, on_lost: Callable[[Session], None]) -> None:
+    def __init__(
+        self,
+        clients_max: int,
+        on_lost: Callable[[Session], None],
+        on_call: Callable[[Session, bytes], None],
+    ) -> None:
         self._clients_max = clients_max
         self._on_lost = on_lost
+        self._on_call = on_call
         self._loop = asyncio.get_running_loop()
         self._named = asyncio.Condition()
         self._sessions: dict[bytes, Session] = {}
@@ -63,7 +74,16 @@ class Sessions:
 
     def on_connect(self, endpoint: Endpoint) -> None:
         """Take a new connection. From the transport's thread."""
-        endpoint.on_notification(lambda payload: self._post(self._name, endpoint, payload))
+        heard: deque[bytes] = deque()
+
+        def hear(payload: bytes) -> None:
+            if len(heard) >= _HEARD_MAX:
+                return  # a client that says more than it may: its calls end late
+            heard.append(payload)
+            if len(heard) == 1:  # else the loop is yet to take what was before
+                self._post(self._take, endpoint, heard)
+
+        endpoint.on_notification(hear)
         endpoint.on_lost(lambda lost: self._post(self._lose, lost))
 
     async def greet(self, client: bytes) -> Session:
@@ -89,6 +109,7 @@ class Sessions:
         if session.greeted and session.tenant != tenant:
             raise StaleIncarnationError("this connection is not known here: connect again")
         session.greeted, session.tenant = True, tenant
+        session.caller = calling_tenant.get()
         return session
 
     def of_tenant(self, tenant: str) -> list[Session]:
@@ -168,9 +189,19 @@ class Sessions:
         except RuntimeError:
             logger.debug("the loop is closed: the server is at its end")
 
+    def _take(self, endpoint: Endpoint, heard: deque[bytes]) -> None:
+        """Take what a connection said: first its name, then calls."""
+        while heard:
+            payload = heard.popleft()
+            name = self._names.get(endpoint)
+            if name is None:
+                self._name(endpoint, payload)
+            else:
+                self._on_call(self._sessions[name], payload)
+
     def _name(self, endpoint: Endpoint, payload: bytes) -> None:
-        """Give a connection its name: only once, and no name twice."""
-        if endpoint in self._names or payload in self._sessions or len(payload) != CLIENT_BYTES:
+        """Give a connection its name: no name twice."""
+        if payload in self._sessions or len(payload) != CLIENT_BYTES:
             logger.debug("a notification of %d bytes is no new name of a client", len(payload))
             return
         if not endpoint.alive():

@@ -14,7 +14,7 @@ from typing import Final
 
 from kvpool.block import HASH_BYTES, NodeId
 from kvpool.client import protocol
-from kvpool.client.rpc_service import Service
+from kvpool.client.rpc_service import Methods
 from kvpool.errors import CapacityError, StaleIncarnationError, UsageError
 from kvpool.index.announce import OWNERS, other_names
 from kvpool.index.directory import Change, Directory, Kind, Store
@@ -72,8 +72,8 @@ class Shard:
         self._ticked = self._loop.time()
         self._dropping: asyncio.Task[None] | None = None
 
-    def serve(self, service: Service) -> None:
-        """Add the directory's methods to a gRPC service."""
+    def serve(self, service: Methods) -> None:
+        """Add the directory's methods to what serves them."""
         service.add(protocol.LOOKUP, self._on_lookup)
         service.add(protocol.ANNOUNCE, self._on_announce)
         service.add(protocol.WATCH, self._on_watch)

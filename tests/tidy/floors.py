@@ -44,7 +44,7 @@ SIDEWAYS: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(_POOL_PARTS, frozenset({"kvpool.base"})),
     "kvpool.pool": frozenset({"kvpool.base", *_POOL_PARTS}),
     "kvpool.pools": frozenset({"kvpool.pool"}),
-    "kvpool.client": frozenset({"kvpool.base", "kvpool.pool"}),
+    "kvpool.client": frozenset({"kvpool.base", "kvpool.operations", "kvpool.pool"}),
 }
 # The facade re-exports names of these floors.
 FACADE = "kvpool"

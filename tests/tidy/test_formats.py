@@ -5,10 +5,12 @@ import os
 import re
 import struct
 
+import msgspec
 import numpy as np
 
 from kvpool.arena import Arena
 from kvpool.block import BlockHash, BlockLayout, Namespace, Part, new_incarnation
+from kvpool.client.call_wire import CALL_BYTES_MAX, Answer, Call, cut
 from kvpool.index.hashing import hash_chain
 from kvpool.transfer.base import NOTIFICATION_BYTES_MAX
 from kvpool.transfer.mailbox import RECORD_COUNT, Mailbox
@@ -122,6 +124,21 @@ def test_mailbox() -> None:
     assert number(raw, record, "crc") == crc32c(raw[:8] + raw[8:12] + payload)
     ours.close()
     theirs.close()
+
+
+def test_calls() -> None:
+    call = Call(9, "/kvpool.v1.Pool/Match", 0.5, bytes(1500))
+    parts, fields = cut(9, call), table("part of a call")
+    assert [number(each, fields, "number") for each in parts] == [9, 9]
+    assert [number(each, fields, "index") for each in parts] == [0, 1]
+    assert [number(each, fields, "count") for each in parts] == [2, 2]
+    begin, size = fields["piece"]
+    assert len(parts[0]) == begin + size == NOTIFICATION_BYTES_MAX
+    whole = b"".join(each[begin:] for each in parts)
+    assert msgspec.msgpack.decode(whole) == ["call", 9, call.method, 0.5, bytes(1500)]
+    (most,) = re.findall(r"count: parts of the message, (\d+) at most", TEXT)
+    room = int(most) * size
+    assert len(msgspec.msgpack.encode(Answer(9, "", bytes(CALL_BYTES_MAX)))) <= room
 
 
 def test_names() -> None:
