@@ -32,6 +32,17 @@ class TierLib:
     def kvp_ledger_reserve(
         self, ledger: CData, count: int, grant: bool, slots: CData, generations: CData, /
     ) -> int: ...
+    def kvp_ledger_take(
+        self,
+        ledger: CData,
+        count: int,
+        grant: bool,
+        slots: CData,
+        generations: CData,
+        evicted: CData,
+        gone: CData,
+        /,
+    ) -> int: ...
     def kvp_ledger_evict(self, ledger: CData, count: int, slots: CData, /) -> int: ...
     def kvp_ledger_vacate(
         self, ledger: CData, first: int, count: int, generations: CData, gone: CData, /
@@ -46,6 +57,19 @@ class TierLib:
         count: int,
         added: CData,
         bad: CData,
+        /,
+    ) -> int: ...
+    def kvp_ledger_commit_run(
+        self,
+        ledger: CData,
+        slots: CData,
+        generations: CData,
+        keys: CData | bytes,
+        parent: CData | bytes,
+        count: int,
+        granted: bool,
+        added: CData,
+        at: CData,
         /,
     ) -> int: ...
     def kvp_ledger_restore(

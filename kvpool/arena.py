@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvpool._native import ffi, lib
-from kvpool.block import BlockHash, BlockLayout, Incarnation, SlotIndex
+from kvpool.block import HASH_BYTES, BlockHash, BlockLayout, Incarnation, SlotIndex
 from kvpool.errors import (
     CapacityError,
     ClosedError,
@@ -93,7 +93,7 @@ class Slots(Sequence[Slot]):
         )
 
     def native(self) -> "tuple[CData, CData]":
-        """Return indices and generations for the C core, which only reads them; made once."""
+        """Return indices and generations for the C core; made once."""
         made = self._native
         if made is None:
             made = self._native = (
@@ -111,6 +111,8 @@ class Slots(Sequence[Slot]):
     def __getitem__(self, at: slice) -> "Slots": ...
     def __getitem__(self, at: int | slice) -> "Slot | Slots":
         if isinstance(at, slice):
+            if not at.start and at.step is None and (at.stop is None or at.stop >= len(self)):
+                return self
             return Slots(self.indices[at], self.generations[at])
         return Slot(SlotIndex(int(self.indices[at])), int(self.generations[at]))
 
@@ -185,7 +187,9 @@ class Arena:
             )
         # Unmapped when its last holder is gone: this object until close(), a view, a call.
         self._arena: CData | None = ffi.gc(out[0], lib.kvp_arena_close)
-        self._base, self._stride = lib.kvp_arena_base(out[0]), lib.kvp_arena_slot_stride(out[0])
+        base, stride = lib.kvp_arena_base(out[0]), lib.kvp_arena_slot_stride(out[0])
+        # Of no slot, and without an owner: it must not keep the memory.
+        self._slots = BlockView.canonical(layout, base, stride, [])
         if locked and lib.kvp_arena_lock(self._arena) != lib.KVP_OK:
             reason = ffi.errno
             self.close()
@@ -304,13 +308,12 @@ class Arena:
 
         Before anybody writes there again: ``hide``. Raises UsageError without a ledger.
         """
-        arena = self._open()
-        flat = np.ascontiguousarray(crcs, dtype=np.uint32).reshape(-1)
-        expected = len(slots) * self.layout.crc_count
-        if flat.size != expected or len(names) != len(slots) * len(NO_HASH):
-            raise UsageError(f"{flat.size} checksums and {len(names)} bytes of names")
-        buffer = ffi.from_buffer("uint32_t[]", flat)
-        status = lib.kvp_arena_publish(arena, *slots.native(), len(slots), names, buffer)
+        arena, count = self._open(), len(slots)
+        sums = np.ascontiguousarray(crcs, dtype=np.uint32)
+        if sums.size != count * self.layout.crc_count or len(names) != count * HASH_BYTES:
+            raise UsageError(f"{sums.size} checksums and {len(names)} bytes of names")
+        buffer = ffi.from_buffer("uint32_t[]", sums)
+        status = lib.kvp_arena_publish(arena, *slots.native(), count, names, buffer)
         self._check(status, slots, 0, "kept by its owner's ledger")
 
     def hide(self, numbers: SlotNumbers) -> None:
@@ -326,7 +329,7 @@ class Arena:
         """Describe slots for a copy. The caller holds them reserved or pinned meanwhile."""
         arena = self._open()
         ids = Slots.of(slots).indices.astype(np.uint64)
-        return BlockView.canonical(self.layout, self._base, self._stride, ids, arena, writable)
+        return self._slots.with_ids(ids, owner=arena, writable=writable)
 
     def counts(self) -> ArenaCounts:
         """Return a consistent snapshot."""

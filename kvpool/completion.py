@@ -239,4 +239,4 @@ class Deadline:
 
     def passed(self) -> bool:
         """Say whether it is over."""
-        return self.remaining_s() == 0.0
+        return time.monotonic() >= self.at

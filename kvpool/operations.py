@@ -71,9 +71,10 @@ class Operations:
 
     def leave(self) -> None:
         """Count one operation less."""
-        with self._ended:
+        with self._lock:
             self._count -= 1
-            self._ended.notify_all()
+            if self._closed:
+                self._ended.notify_all()
 
     def look(self, source: "CompletionSource[T]", deadline_s: float) -> Look:
         """Return what raises when ``source`` is cancelled, its time is over, or this was closed."""

@@ -255,31 +255,34 @@ class Pool(BlockPool):
         tokens = chain.block_tokens(first, len(source))
         end: CompletionSource[StoreResult] = CompletionSource()
         deadline, look = Deadline(deadline_s), self._operations.look(end, deadline_s)
+
+        def work() -> StoreResult:
+            look()
+            self.leases.expire()
+            reservation = Reservation(self.tier, hashes, parent, tokens)
+            try:
+                begin, view = reservation.begin, reservation.view
+                crcs = self._copy_in(view, source.take(begin, begin + len(view)), look)
+                return reservation.finish(crcs)
+            finally:
+                reservation.settle()
+
+        if durability != "ssd":
+            self._operations.enter()
+            return self._operations.run(end, work)
         room = ExitStack()
-        if durability == "ssd":
-            room.enter_context(self.tier.durable_room(len(source) * self.layout.block_bytes))
+        room.enter_context(self.tier.durable_room(len(source) * self.layout.block_bytes))
         try:
             self._operations.enter()
         except BaseException:
             room.close()
             raise
 
-        def work() -> StoreResult:
+        def keep() -> StoreResult:
             with room:
-                look()
-                self.leases.expire()
-                reservation = Reservation(self.tier, hashes, parent, tokens)
-                try:
-                    begin, view = reservation.begin, reservation.view
-                    crcs = self._copy_in(view, source.take(begin, begin + len(view)), look)
-                    result = reservation.finish(crcs)
-                finally:
-                    reservation.settle()
-                if durability == "ssd":
-                    return self._keep(chain.hashes, first, result, deadline)
-                return result
+                return self._keep(chain.hashes, first, work(), deadline)
 
-        return self._operations.run(end, work)
+        return self._operations.run(end, keep)
 
     def stats(self) -> PoolStats:
         """Return counts. See ``BlockPool``."""

@@ -5,6 +5,7 @@ the rest, and a writer that is late keeps its slots in quarantine, not in use. N
 it: the pool, for its own copies and for a server's writers.
 """
 
+import contextlib
 import threading
 from collections.abc import Sequence
 
@@ -72,9 +73,9 @@ class Reservation:
                 if same < self.begin:  # two prompts, one name: nothing behind it can be stored
                     self.begin = count = same
                     self._refused = f"block {same} is there under this name with other tokens"
-            self._slots = tier.reserve_run(count - self.begin)
-            if tokens is not None:
-                tier.note_tokens(self._slots, tokens[self.begin :][: len(self._slots)])
+            self._slots = tier.reserve_run(
+                count - self.begin, None if tokens is None else tokens[self.begin : count]
+            )
             self.view = tier.view(self._slots, writable=True)
         except BaseException:
             self.settle()
@@ -103,14 +104,18 @@ class Reservation:
         with self._lock:
             if self._ended:
                 raise TransferTimeoutError("the store was given up before its blocks were written")
-            self._settle()
+            self._settled = True
             count = len(crcs)
             written, self._slots = self._slots[:count], self._slots[count:]
             try:
+                if self._slots:
+                    self._tier.settle_run(self._slots)
                 new = self._tier.commit_run(
-                    written, self._keys[: count * HASH_BYTES], self._parent, crcs
+                    written, self._keys[: count * HASH_BYTES], self._parent, crcs, granted=True
                 )
             except BaseException:
+                with contextlib.suppress(UsageError):  # their grants were given back already
+                    self._tier.settle_run(written)
                 self._tier.abort_run(written)
                 raise
             finally:

@@ -5,6 +5,7 @@ slots, the index from key to slot, pins and eviction. It never decides what to a
 to another process. Every implementation and wrapper passes ``kvpool.testing.tier_suite``.
 """
 
+import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
@@ -64,20 +65,29 @@ class Tier(ABC):
             ClosedError: The tier is closed.
         """
 
-    def reserve_run(self, count: int) -> Sequence[Slot]:
+    def reserve_run(self, count: int, tokens: BlockTokens | None = None) -> Sequence[Slot]:
         """Take up to ``count`` slots, each with one grant out, evicting at need.
 
-        Fewer than ``count`` is no error: there is no more room now. Raises ClosedError.
+        Args:
+            count: Slots that are wanted. Fewer are no error: there is no more room now.
+            tokens: Of the blocks that they are for, uint32 [count, block_tokens], if they are known;
+                kept as ``note_tokens`` keeps them.
+
+        Raises:
+            UsageError: ``tokens`` are of another shape. No slot is taken.
+            ClosedError: The tier is closed.
         """
         slots: list[Slot] = []
         try:
-            while len(slots) < count:
-                slot = self.reserve()
-                slots.append(slot)
-                self.grant(slot)
-        except CapacityError:
-            return slots
+            with contextlib.suppress(CapacityError):
+                while len(slots) < count:
+                    slot = self.reserve()
+                    self.grant(slot)
+                    slots.append(slot)
+            if tokens is not None:
+                self.note_tokens(slots, tokens[: len(slots)])
         except BaseException:
+            self.settle_run(slots)
             self.abort_run(slots)
             raise
         return slots
@@ -126,7 +136,13 @@ class Tier(ABC):
         """
 
     def commit_run(
-        self, slots: Sequence[Slot], keys: bytes, parent: BlockHash | None, crcs: Crcs
+        self,
+        slots: Sequence[Slot],
+        keys: bytes,
+        parent: BlockHash | None,
+        crcs: Crcs,
+        *,
+        granted: bool = False,
     ) -> int:
         """Make the written slots of a run readable, each block the parent of the next.
 
@@ -135,11 +151,14 @@ class Tier(ABC):
             keys: Of the blocks, 32 bytes each, concatenated.
             parent: Of the first block, or None.
             crcs: uint32 [slots, layers, kv_heads].
+            granted: Whether the grant of ``reserve_run`` is given back first, as by ``settle_run``.
 
         Returns:
             How many are new; see ``commit``. Raises as it does; slots that are not committed then
-            are as they were.
+            are reserved, as they were.
         """
+        if granted:
+            self.settle_run(slots)
         new = 0
         for index, slot in enumerate(slots):
             key = BlockHash(keys[index * HASH_BYTES : (index + 1) * HASH_BYTES])

@@ -166,6 +166,7 @@ class ClassTier(SlotTier):
     """
 
     name = "dram"
+    _has_other_room = True  # the chunks of others
 
     def __init__(
         self,

@@ -94,8 +94,23 @@ class Ledger:
     def reserve(self, count: int, *, granted: bool = False) -> Slots:
         """Take up to ``count`` free slots, with one grant each if ``granted``."""
         slots = _room(count)
-        taken = lib.kvp_ledger_reserve(self._ledger, count, granted, *_filled(slots))
+        taken = lib.kvp_ledger_reserve(self._ledger, count, granted, *slots.native())
         return slots[:taken]
+
+    def take(self, count: int, *, granted: bool = False) -> tuple[Slots, SlotNumbers]:
+        """Take slots as ``reserve`` does, and evict as many blocks as free slots are wanting.
+
+        Returns:
+            The slots, and the slots of the blocks that went. Fewer than ``count``: none is free, and
+            those that went had grants out, or nothing more may go.
+        """
+        slots = _room(count)
+        evicted = np.empty(count, dtype=np.uint32)
+        gone = ffi.new("size_t *")
+        taken = lib.kvp_ledger_take(
+            self._ledger, count, granted, *slots.native(), _numbers(evicted), gone
+        )
+        return slots[:taken], evicted[: gone[0]]
 
     def evict(self, count: int) -> int:
         """Evict up to ``count`` blocks, least recently used first; how many went."""
@@ -138,6 +153,37 @@ class Ledger:
         self._check(status, slots, bad[0], "reserved")
         return added
 
+    def commit_run(
+        self, slots: Slots, keys: bytes, parent: BlockHash | None, *, granted: bool = False
+    ) -> NDArray[np.bool_] | None:
+        """Make the reserved slots of a chain ready, each block the parent of the next, all or none.
+
+        Args:
+            slots: Where the blocks lie.
+            keys: 32 bytes each, concatenated.
+            parent: Of the first block, or None.
+            granted: Whether one grant of each slot is given back with it.
+
+        Returns:
+            None if all keys are new, or for each whether it is.
+
+        Raises UsageError at a slot that is not reserved in this life, or has no grant, and at a block
+        that is its own parent.
+        """
+        count = len(slots)
+        if count_of(keys) != count:
+            raise UsageError(f"{count_of(keys)} keys for {count} slots")
+        added = ffi.new("bool[]", count)
+        at = ffi.new("size_t *")
+        status = lib.kvp_ledger_commit_run(
+            self._ledger, *slots.native(), keys, parent or NO_PARENT, count, granted, added, at
+        )
+        needed = "reserved, and granted, for a block that is not its own parent"
+        self._check(status, slots, at[0], needed if status == lib.KVP_INVALID else "reserved")
+        if at[0] == count:
+            return None
+        return np.frombuffer(bytes(ffi.buffer(added)), dtype=np.bool_)
+
     def restore(self, blocks: Listing) -> NDArray[np.bool_]:
         """Take in blocks of earlier runs, oldest use first; for each whether it was kept."""
         self._fit(blocks.slots, blocks.keys, blocks.parents)
@@ -169,7 +215,7 @@ class Ledger:
     def pin(self, keys: bytes, *, use: bool = True) -> Slots:
         """Pin the leading blocks that are here, and count them as used if ``use``."""
         slots = _room(count_of(keys))
-        count = lib.kvp_ledger_pin(self._ledger, keys, len(slots), use, *_filled(slots))
+        count = lib.kvp_ledger_pin(self._ledger, keys, len(slots), use, *slots.native())
         return slots[:count]
 
     def drop(self, key: BlockHash) -> bool:
@@ -223,7 +269,7 @@ class Ledger:
         slots, keys, parents = _room(count), _names(count), _names(count)
         following = ffi.new("size_t *", begin)
         listed = lib.kvp_ledger_list(
-            self._ledger, following, count, *_filled(slots), _bytes(keys), _bytes(parents)
+            self._ledger, following, count, *slots.native(), _bytes(keys), _bytes(parents)
         )
         listing = Listing(slots[:listed], keys[:listed].tobytes(), parents[:listed].tobytes())
         return listing, int(following[0])
@@ -298,16 +344,10 @@ def _names(count: int) -> NDArray[np.uint8]:
 
 
 def _room(count: int) -> Slots:
+    """Return slots that the C core is to fill, through ``native``."""
     indices: SlotNumbers = np.empty(count, dtype=np.uint32)
     generations: Generations = np.empty(count, dtype=np.uint64)
     return Slots(indices, generations)
-
-
-def _filled(slots: Slots) -> "tuple[CData, CData]":
-    return (
-        ffi.from_buffer("uint32_t[]", slots.indices, require_writable=True),
-        ffi.from_buffer("uint64_t[]", slots.generations, require_writable=True),
-    )
 
 
 def _numbers(slots: SlotNumbers) -> "CData":

@@ -21,7 +21,7 @@ from kvpool.events import BlockEvicted, EventSink, NullSink
 from kvpool.memory import BlockView, Crcs
 from kvpool.tiers.base import BlockTokens, Tier, TierStats
 from kvpool.tiers.eviction import EvictionPolicy, Facts
-from kvpool.tiers.ledger import Ledger, chained, count_of, own_parent, select
+from kvpool.tiers.ledger import Ledger, count_of, select
 from kvpool.tiers.tokens import TokenRows
 
 # Why a block may be dropped; ``capacity`` is eviction's own.
@@ -91,6 +91,9 @@ class SlotTier(Tier):
     def _used(self, slots: Slots) -> None:
         """Take note that slots are used now."""
 
+    # Whether ``_make_room`` can find any.
+    _has_other_room = False
+
     def _make_room(self) -> bool:
         """Find free slots in another way than by eviction. False if there is none."""
         return False
@@ -112,9 +115,9 @@ class SlotTier(Tier):
             )
         return slots[0]
 
-    def reserve_run(self, count: int) -> Slots:
+    def reserve_run(self, count: int, tokens: BlockTokens | None = None) -> Slots:
         """Take slots with a grant each, evicting at need. See ``Tier``."""
-        return self._reserve(count, granted=True)
+        return self._reserve(count, granted=True, tokens=tokens)
 
     def view(self, slots: Sequence[Slot], *, writable: bool) -> BlockView:
         """Describe reserved slots (writable) or pinned ones. See ``Tier``."""
@@ -133,7 +136,7 @@ class SlotTier(Tier):
         with self._lock:
             self._require_open()
             self._ledger.require_reserved(run)
-            self._tokens[run.indices] = self._fitting(run, tokens)
+            self._tokens[run.indices] = self._fitting(len(run), tokens)
             self._has_tokens[run.indices] = True
 
     def same_tokens(self, slots: Sequence[Slot], tokens: BlockTokens) -> int:
@@ -142,7 +145,7 @@ class SlotTier(Tier):
         with self._lock:
             self._require_open()
             self._ledger.require_pinned(run)
-            other = (self._tokens[run.indices] != self._fitting(run, tokens)).any(axis=1)
+            other = (self._tokens[run.indices] != self._fitting(len(run), tokens)).any(axis=1)
             other &= self._has_tokens[run.indices]
             if not other.any():
                 return len(run)
@@ -162,29 +165,33 @@ class SlotTier(Tier):
         return self.commit_run([slot], key, parent, crcs) == 1
 
     def commit_run(
-        self, slots: Sequence[Slot], keys: bytes, parent: BlockHash | None, crcs: Crcs
+        self,
+        slots: Sequence[Slot],
+        keys: bytes,
+        parent: BlockHash | None,
+        crcs: Crcs,
+        *,
+        granted: bool = False,
     ) -> int:
         """Make the written slots of a run readable, all or none. See ``Tier``."""
-        run, parents = Slots.of(slots), chained(keys, parent)
-        if count_of(keys) != len(run) or own_parent(keys, parents):
-            raise UsageError(
-                f"{count_of(keys)} keys for {len(run)} slots, or a block is its own parent"
-            )
-        if crcs.size != len(run) * self.layout.crc_count:
-            raise UsageError(f"{crcs.size} checksums for {len(run)} blocks")
-        sums = np.ascontiguousarray(crcs, dtype=np.uint32).reshape(len(run), self.layout.crc_count)
+        run, crc_count = Slots.of(slots), self._crcs.shape[1]
+        count = new = len(run)
+        if crcs.size != count * crc_count:
+            raise UsageError(f"{crcs.size} checksums for {count} blocks")
+        sums = np.ascontiguousarray(crcs, dtype=np.uint32).reshape(count, crc_count)
         with self._lock:
             self._require_open()
-            added = self._ledger.commit(run, keys, parents)
+            added = self._ledger.commit_run(run, keys, parent, granted=granted)
             self._crcs[run.indices] = sums
-            if added.all():
+            if added is None:
                 self._show(run, keys, sums)
             else:
-                new = Slots(run.indices[added], run.generations[added])
-                self._show(new, select(keys, added), sums[added])
+                new = int(added.sum())
+                fresh = Slots(run.indices[added], run.generations[added])
+                self._show(fresh, select(keys, added), sums[added])
             if self._policy is not None:
-                self._admit(self._policy, keys, parents, added)
-            return int(added.sum())
+                self._admit(self._policy, keys, parent, added)
+            return new
 
     def abort(self, slot: Slot) -> None:
         """Give a reserved slot back unwritten. See ``Tier``."""
@@ -324,30 +331,47 @@ class SlotTier(Tier):
         if self._closed:
             raise ClosedError("the tier is closed", tier=self.name)
 
-    def _reserve(self, count: int, *, granted: bool) -> Slots:
+    def _reserve(self, count: int, *, granted: bool, tokens: BlockTokens | None = None) -> Slots:
         """Take up to ``count`` slots, evicting what stands in the way."""
-        runs: list[Slots] = []
         evicted = 0
         try:
             with self._lock:
                 self._require_open()
-                while True:
-                    if run := self._ledger.reserve(count, granted=granted):
-                        self._has_tokens[run.indices] = False
-                        self._used(run)
-                        runs.append(run)
-                    count -= len(run)
-                    if not count:
-                        return _joined(runs)
-                    if self._make_room():
-                        continue
-                    # A victim with grants out is quarantined and frees nothing: go on.
-                    gone = self._evict(count)
-                    if not gone:
-                        return _joined(runs)
-                    evicted += gone
+                rows = None if tokens is None else self._fitting(count, tokens)
+                slots, evicted = self._take(count, granted)
+                self._has_tokens[slots.indices] = rows is not None
+                if rows is not None:
+                    self._tokens[slots.indices] = rows[: len(slots)]
+                return slots
         finally:
             self._tell("capacity", evicted)
+
+    def _take(self, count: int, granted: bool) -> tuple[Slots, int]:
+        """Reserve up to ``count`` slots in the ledger; those, and how many blocks had to go."""
+        runs: list[Slots] = []
+        evicted = 0
+        in_order = self._policy is None  # the ledger's own
+        evict = in_order and not self._has_other_room
+        while True:
+            if evict:
+                run, numbers = self._ledger.take(count, granted=granted)
+                gone = self._count_evicted(numbers)
+            else:
+                run, gone = self._ledger.reserve(count, granted=granted), 0
+            if run:
+                self._used(run)
+                runs.append(run)
+            count -= len(run)
+            if count and not gone and not self._make_room():
+                if not in_order:
+                    gone = self._evict(count)
+                if evict or not (in_order or gone):
+                    count = 0  # nothing more may go
+                evict = in_order
+            # A victim with grants out is quarantined and frees nothing: then go on.
+            evicted += gone
+            if not count:
+                return _joined(runs), evicted
 
     def _stats(self) -> TierStats:
         self._require_open()
@@ -366,8 +390,8 @@ class SlotTier(Tier):
             mismatches=self._mismatches,
         )
 
-    def _fitting(self, slots: Slots, tokens: BlockTokens) -> BlockTokens:
-        shape = (len(slots), self.layout.block_tokens)
+    def _fitting(self, count: int, tokens: BlockTokens) -> BlockTokens:
+        shape = (count, self.layout.block_tokens)
         if tokens.shape != shape:
             raise UsageError(f"tokens of shape {tokens.shape} where {shape} is expected")
         return tokens
@@ -380,19 +404,24 @@ class SlotTier(Tier):
         return True
 
     def _admit(
-        self, policy: EvictionPolicy, keys: bytes, parents: bytes, added: NDArray[np.bool_]
+        self,
+        policy: EvictionPolicy,
+        keys: bytes,
+        parent: BlockHash | None,
+        added: NDArray[np.bool_] | None,
     ) -> None:
         """Tell a policy of a run that was committed."""
-        now, names, above = self._clock.now(), _cut(keys), _cut(parents)
-        first = above[0] if above and any(above[0]) else None
-        if added.all():
-            policy.admit_run(names, first, now, self._facts)
+        now, names = self._clock.now(), _cut(keys)
+        parent = parent if parent and any(parent) else None
+        if added is None:
+            policy.admit_run(names, parent, now, self._facts)
             return
-        for at, name in enumerate(names):
-            if added[at]:
-                policy.admit(name, above[at] if at else first, now, self._facts)
+        for name, new in zip(names, added.tolist(), strict=True):
+            if new:
+                policy.admit(name, parent, now, self._facts)
             else:
                 policy.use(name, now)
+            parent = name
 
     def _evict(self, count: int) -> int:
         """Evict up to ``count`` blocks; how many."""
@@ -400,6 +429,10 @@ class SlotTier(Tier):
             numbers = self._ledger.evict_slots(count)
         else:
             numbers = self._victims(self._policy, count)
+        return self._count_evicted(numbers)
+
+    def _count_evicted(self, numbers: SlotNumbers) -> int:
+        """Count blocks that were evicted, and hide their slots; how many."""
         if len(numbers):
             self._hide(numbers)
             self._evictions += len(numbers)

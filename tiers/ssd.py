@@ -332,7 +332,13 @@ class SsdTier(Tier):
         return self.commit_run([slot], key, parent, crcs) == 1
 
     def commit_run(
-        self, slots: Sequence[Slot], keys: bytes, parent: BlockHash | None, crcs: Crcs
+        self,
+        slots: Sequence[Slot],
+        keys: bytes,
+        parent: BlockHash | None,
+        crcs: Crcs,
+        *,
+        granted: bool = False,
     ) -> int:
         """Write staged blocks of a run, durably. See ``Tier``, and ``write`` for its errors.
 
@@ -346,6 +352,8 @@ class SsdTier(Tier):
         crcs = crcs.reshape(len(run), self.layout.num_layers, self.layout.kv_heads)
         self._open()
         self._ledger.require_reserved(run)
+        if granted:
+            self.settle_run(run)
         with self._lock:
             source, tokens = self._staging.view(run), self._take_noted(run)
         deadline = Deadline(self._timeout_s)

@@ -163,14 +163,12 @@ class SsdWriter:
 
     def reserve(self, count: int) -> Slots:
         """Take up to ``count`` slots, evicting at need."""
-        slots, evicted = self._ledger.reserve(count), 0
-        while len(slots) < count:
+        slots, gone = self._ledger.take(count)
+        evicted = len(gone)
+        while len(slots) < count and len(gone):
             # A victim with grants out is quarantined and frees nothing: go on.
-            gone = self._ledger.evict(count - len(slots))
-            if not gone:
-                break
-            evicted += gone
-            more = self._ledger.reserve(count - len(slots))
+            more, gone = self._ledger.take(count - len(slots))
+            evicted += len(gone)
             slots = Slots(
                 np.concatenate([slots.indices, more.indices]),
                 np.concatenate([slots.generations, more.generations]),

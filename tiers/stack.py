@@ -183,9 +183,9 @@ class StackTier(Tier):
         """Take a slot, evicting at need; what goes is below by now, or is lost. See ``Tier``."""
         return self.fast.reserve()
 
-    def reserve_run(self, count: int) -> Slots:
+    def reserve_run(self, count: int, tokens: BlockTokens | None = None) -> Slots:
         """Take slots with a grant each, evicting at need. See ``Tier``."""
-        return self.fast.reserve_run(count)
+        return self.fast.reserve_run(count, tokens)
 
     def view(self, slots: Sequence[Slot], *, writable: bool) -> BlockView:
         """Describe reserved slots (writable) or pinned ones. See ``Tier``."""
@@ -196,10 +196,16 @@ class StackTier(Tier):
         return self.commit_run([slot], key, parent, crcs) == 1
 
     def commit_run(
-        self, slots: Sequence[Slot], keys: bytes, parent: BlockHash | None, crcs: Crcs
+        self,
+        slots: Sequence[Slot],
+        keys: bytes,
+        parent: BlockHash | None,
+        crcs: Crcs,
+        *,
+        granted: bool = False,
     ) -> int:
         """Make the written slots of a run readable, and have them written below later."""
-        new = self.fast.commit_run(slots, keys, parent, crcs)
+        new = self.fast.commit_run(slots, keys, parent, crcs, granted=granted)
         self.flusher.offer(keys, parent)
         return new
 

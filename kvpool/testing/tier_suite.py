@@ -181,6 +181,39 @@ class TierSuite(ABC):
         assert tier.same_tokens(slots, tokens) == 1
         tier.unpin(slots)
 
+    # ---- runs -------------------------------------------------------------------------------------
+
+    def test_a_run_keeps_its_tokens_and_gives_its_grants_back(self, tier: Tier) -> None:
+        blocks = payload(self.layout, 3, seed=21)
+        count = 3 * self.layout.block_tokens
+        tokens = np.arange(count, dtype=np.uint32).reshape(3, self.layout.block_tokens)
+        slots = tier.reserve_run(3, tokens)
+        crcs = copy_blocks(tier.view(slots, writable=True), view_of(self.layout, blocks))
+        assert tier.commit_run(slots, _keys(0, 1, 2), None, crcs, granted=True) == 3
+        pinned = tier.pin(_keys(0, 1, 2))
+        np.testing.assert_array_equal(read(tier, pinned), blocks)
+        assert tier.same_tokens(pinned, tokens) == 3
+        assert tier.same_tokens(pinned, tokens + 1) == 0
+        tier.unpin(pinned)
+        assert tier.evict(1) == 1 and tier.match(_keys(0, 1, 2)) == 2  # the leaf
+        assert _states(tier.stats()) == (SLOTS - 2, 0, 2, 0)  # none is quarantined
+
+    def test_a_run_that_is_refused_stays_reserved(self, tier: Tier) -> None:
+        tokens = np.zeros((2, self.layout.block_tokens), dtype=np.uint32)
+        with pytest.raises(UsageError):
+            tier.reserve_run(2, tokens[:, 1:])
+        assert _states(tier.stats()) == (SLOTS, 0, 0, 0)
+        slots = tier.reserve_run(2, tokens)
+        shape = (2, self.layout.num_layers, self.layout.kv_heads)
+        crcs = np.zeros(shape, dtype=np.uint32)
+        with pytest.raises(UsageError):  # a block is its own parent
+            tier.commit_run(slots, _keys(0, 1), key(0), crcs)
+        assert _states(tier.stats()) == (SLOTS - 2, 2, 0, 0)
+        tier.abort_run(slots)
+        assert _states(tier.stats()) == (SLOTS - 2, 0, 0, 2)  # granted: in quarantine
+        tier.settle_run(slots)
+        assert _states(tier.stats()) == (SLOTS, 0, 0, 0)
+
     # ---- eviction ---------------------------------------------------------------------------------
 
     def test_a_full_tier_evicts_the_least_recently_used(self, tier: Tier) -> None:

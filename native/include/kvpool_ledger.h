@@ -57,6 +57,9 @@ void kvp_ledger_part(kvp_ledger *ledger, uint32_t slot);
 void kvp_ledger_reconsider(kvp_ledger *ledger, uint32_t slot);
 void kvp_ledger_use(kvp_ledger *ledger, uint32_t slot);
 
+void kvp_ledger_set_free(kvp_ledger *ledger, uint32_t slot);
+/* A RESERVED slot, or one that a block has left, is free, or quarantined while grants are out. */
+void kvp_ledger_give_up(kvp_ledger *ledger, uint32_t slot);
 /* A block leaves the tables, and its slot unless somebody reads it. */
 void kvp_ledger_leave(kvp_ledger *ledger, uint32_t slot);
 /* Whether that life of the slot is going on: KVP_INVALID past the end, KVP_STALE if not. */

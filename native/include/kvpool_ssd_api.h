@@ -36,6 +36,10 @@ kvp_status kvp_arena_keep(kvp_arena *arena, kvp_ledger *ledger);
 /* Take up to `count` free slots, each with one grant out if `grant`; how many were taken. */
 size_t kvp_ledger_reserve(kvp_ledger *ledger, size_t count, bool grant, uint32_t *slots,
                           uint64_t *generations);
+/* Reserve as above, and evict up to as many blocks as free slots are wanting; *gone is how many went,
+ * out of the slots in `evicted`, which has room for `count`. Call again if that is not enough. */
+size_t kvp_ledger_take(kvp_ledger *ledger, size_t count, bool grant, uint32_t *slots,
+                       uint64_t *generations, uint32_t *evicted, size_t *gone);
 /* Evict up to `count` blocks; how many went, and out of which slots (null: do not say). One with
  * grants is quarantined, and frees no slot. */
 size_t kvp_ledger_evict(kvp_ledger *ledger, size_t count, uint32_t *slots);
@@ -51,6 +55,14 @@ kvp_status kvp_ledger_vacate(kvp_ledger *ledger, size_t first, size_t count, uin
 kvp_status kvp_ledger_commit(kvp_ledger *ledger, const uint32_t *slots,
                              const uint64_t *generations, const uint8_t *keys,
                              const uint8_t *parents, size_t count, bool *added, size_t *bad);
+/* Commit a chain as above: each block is the parent of the next, `parent` (zeros: none) that of the
+ * first. With `granted` one grant of each slot is given back first. *at counts the blocks that are new,
+ * or is where it failed: KVP_INVALID also for a block that is its own parent and a slot without a
+ * grant. */
+kvp_status kvp_ledger_commit_run(kvp_ledger *ledger, const uint32_t *slots,
+                                 const uint64_t *generations, const uint8_t *keys,
+                                 const uint8_t *parent, size_t count, bool granted, bool *added,
+                                 size_t *at);
 /* Make free slots ready with blocks of earlier runs, oldest use first. kept[i] is false for a slot
  * that is past the end or not free, and for a key that is here. Once, before anything else. */
 void kvp_ledger_restore(kvp_ledger *ledger, const uint32_t *slots, const uint64_t *generations,

@@ -12,9 +12,13 @@
 
 enum { HELPERS_MAX = 64 };
 
-/* Bytes of a run of blocks that one thread takes at a time: 50 us of copying, so that no thread is
- * left with much when the others have ended, and ten times what taking it costs. */
+/* Bytes that one thread takes at a time, a run of blocks or of one block's layers: 50 us of copying, so
+ * that no thread is left with much when the others have ended, and ten times what taking it costs. */
 enum { RUN_BYTES = 512 << 10 };
+
+/* Looks at whether the helpers have left before sleeping until they have: about the 60 us that a run
+ * takes, which is the most that they have left to do. To sleep and be woken takes half as long. */
+enum { LOOKS = 4000 };
 
 typedef struct {
     const kvp_shape *shape;
@@ -24,10 +28,13 @@ typedef struct {
     const uint32_t *crc_expected;
     uint32_t *crc_out;
     size_t crc_block_stride;
-    size_t run_blocks;
-    size_t next;       /* first block that nobody has taken; atomic */
+    size_t run_blocks; /* of a run; 1 where a block has several */
+    size_t run_layers; /* of a run; all of them unless a block has several */
+    size_t block_runs; /* of one block, or of `run_blocks` */
+    size_t run_count;
+    size_t next;       /* first run that nobody has taken; atomic */
     size_t good;       /* leading blocks that may still be whole; under the crew's mutex */
-    size_t working;    /* helpers in this job; under the crew's mutex */
+    size_t working;    /* helpers in this job; atomic, changed under the crew's mutex */
     kvp_status status; /* of the block at `good`; under the crew's mutex */
 } copy_job;
 
@@ -51,27 +58,32 @@ static void end_before(kvp_crew *crew, copy_job *job, size_t block, kvp_status s
         job->status = status;
     }
     pthread_mutex_unlock(&crew->mutex);
-    __atomic_store_n(&job->next, job->block_count, __ATOMIC_RELAXED);
+    __atomic_store_n(&job->next, job->run_count, __ATOMIC_RELAXED);
 }
 
 /* Take runs until there are none. Runs are taken in order, so all before a bad block are copied. */
 static void take_runs(kvp_crew *crew, copy_job *job)
 {
     for (;;) {
-        size_t begin = __atomic_fetch_add(&job->next, job->run_blocks, __ATOMIC_RELAXED);
-        if (begin >= job->block_count)
+        size_t run = __atomic_fetch_add(&job->next, 1, __ATOMIC_RELAXED);
+        if (run >= job->run_count)
             return;
-        size_t count = job->block_count - begin, bad;
-        if (count > job->run_blocks)
-            count = job->run_blocks;
-        const size_t crc_at = begin * job->crc_block_stride;
+        const size_t block = run / job->block_runs * job->run_blocks;
+        const size_t above = run % job->block_runs * job->run_layers; /* layers */
+        size_t blocks = job->block_count - block, bad;
+        if (blocks > job->run_blocks)
+            blocks = job->run_blocks;
+        size_t layer_end = job->layer_begin + above + job->run_layers;
+        if (layer_end > job->layer_end)
+            layer_end = job->layer_end;
+        const size_t crc_at = block * job->crc_block_stride + above * job->shape->heads;
         kvp_status status = kvp_copy_blocks(
-            job->shape, job->dst, job->dst_blocks + begin, job->src, job->src_blocks + begin, count,
-            job->layer_begin, job->layer_end,
+            job->shape, job->dst, job->dst_blocks + block, job->src, job->src_blocks + block,
+            blocks, job->layer_begin + above, layer_end,
             job->crc_expected == NULL ? NULL : job->crc_expected + crc_at,
             job->crc_out == NULL ? NULL : job->crc_out + crc_at, job->crc_block_stride, &bad);
         if (status != KVP_OK) {
-            end_before(crew, job, status == KVP_CORRUPT ? begin + bad : begin, status);
+            end_before(crew, job, status == KVP_CORRUPT ? block + bad : block, status);
             return;
         }
     }
@@ -87,13 +99,13 @@ static void *help(void *argument)
             pthread_cond_wait(&crew->work, &crew->mutex);
             continue;
         }
-        job->working++;
+        __atomic_add_fetch(&job->working, 1, __ATOMIC_RELAXED);
         pthread_mutex_unlock(&crew->mutex);
         take_runs(crew, job);
         pthread_mutex_lock(&crew->mutex);
         if (crew->job == job)
             crew->job = NULL;
-        job->working--;
+        __atomic_sub_fetch(&job->working, 1, __ATOMIC_RELEASE);
         pthread_cond_broadcast(&crew->left);
     }
     pthread_mutex_unlock(&crew->mutex);
@@ -147,11 +159,48 @@ void kvp_crew_close(kvp_crew *crew)
     free(crew);
 }
 
+/* Cut a job into runs: of whole blocks, or of layers of a block that is more than one. */
+static void cut(copy_job *job)
+{
+    const kvp_shape *shape = job->shape;
+    const size_t layers = job->layer_end - job->layer_begin;
+    const size_t layer_bytes =
+        shape->heads * shape->tokens * (shape->k_row_bytes + shape->v_row_bytes);
+    job->run_blocks = job->block_runs = 1;
+    job->run_layers = layers;
+    job->run_count = job->block_count;
+    if (layers == 0)
+        return;
+    const size_t fitting = layer_bytes >= RUN_BYTES ? 1 : RUN_BYTES / layer_bytes; /* layers */
+    if (fitting < layers) {
+        job->block_runs = (layers + fitting - 1) / fitting;
+        job->run_layers = (layers + job->block_runs - 1) / job->block_runs; /* about as many in each */
+        job->block_runs = (layers + job->run_layers - 1) / job->run_layers;
+        job->run_count *= job->block_runs;
+    } else {
+        job->run_blocks = fitting / layers;
+        job->run_count = (job->block_count + job->run_blocks - 1) / job->run_blocks;
+    }
+}
+
+static bool helped(const copy_job *job)
+{
+    return __atomic_load_n(&job->working, __ATOMIC_ACQUIRE) > 0;
+}
+
+/* For some ten nanoseconds. */
+static void rest(void)
+{
+#ifdef __x86_64__
+    __builtin_ia32_pause();
+#endif
+}
+
 /* Offer the job to the helpers unless they have one already; do what is left; wait for them. */
 static void share(kvp_crew *crew, copy_job *job)
 {
     bool offered = false;
-    if (crew->helpers > 0 && job->block_count > job->run_blocks) {
+    if (crew->helpers > 0 && job->run_count > 1) {
         pthread_mutex_lock(&crew->mutex);
         offered = crew->job == NULL;
         if (offered) {
@@ -166,7 +215,11 @@ static void share(kvp_crew *crew, copy_job *job)
     pthread_mutex_lock(&crew->mutex);
     if (crew->job == job)
         crew->job = NULL; /* from here on no helper begins */
-    while (job->working > 0)
+    pthread_mutex_unlock(&crew->mutex);
+    for (int looks = 0; looks < LOOKS && helped(job); looks++)
+        rest();
+    pthread_mutex_lock(&crew->mutex);
+    while (helped(job))
         pthread_cond_wait(&crew->left, &crew->mutex);
     pthread_mutex_unlock(&crew->mutex);
 }
@@ -198,9 +251,7 @@ kvp_status kvp_crew_copy_blocks(kvp_crew *crew, const kvp_shape *shape, const kv
         .good = block_count,
         .status = KVP_OK,
     };
-    size_t bytes = (layer_end - layer_begin) * shape->heads * shape->tokens *
-                   (shape->k_row_bytes + shape->v_row_bytes);
-    job.run_blocks = bytes == 0 || bytes >= RUN_BYTES ? 1 : RUN_BYTES / bytes;
+    cut(&job);
     share(crew, &job);
     *bad_block = job.good;
     return job.status;

@@ -8,7 +8,7 @@
 
 #include "kvpool_ledger.h"
 
-static void set_free(kvp_ledger *ledger, uint32_t slot)
+void kvp_ledger_set_free(kvp_ledger *ledger, uint32_t slot)
 {
     ledger->states[slot] = FREE;
     ledger->next[slot] = ledger->free_head;
@@ -17,10 +17,10 @@ static void set_free(kvp_ledger *ledger, uint32_t slot)
 }
 
 /* A RESERVED slot, or one that a block has left, is free, or quarantined while grants are out. */
-static void give_up(kvp_ledger *ledger, uint32_t slot)
+void kvp_ledger_give_up(kvp_ledger *ledger, uint32_t slot)
 {
     if (ledger->grants[slot] == 0) {
-        set_free(ledger, slot);
+        kvp_ledger_set_free(ledger, slot);
         return;
     }
     ledger->states[slot] = QUARANTINED;
@@ -32,31 +32,6 @@ void kvp_ledger_set_stale(kvp_ledger *ledger, uint32_t slot, bool stale)
     ledger->counts.stale += stale;
     ledger->counts.stale -= ledger->stale[slot];
     ledger->stale[slot] = stale;
-}
-
-/* A block enters the tables. */
-static void enter(kvp_ledger *ledger, uint32_t slot, const uint8_t *key, const uint8_t *parent)
-{
-    memcpy(ledger->keys[slot], key, HASH_BYTES);
-    memcpy(ledger->parents[slot], parent, HASH_BYTES);
-    if (kvp_ledger_has_child(ledger, key)) { /* before its parent's chain may lead back here */
-        const uint8_t *ancestor = parent;
-        uint32_t at;
-        while (memcmp(ancestor, key, HASH_BYTES) != 0 && !kvp_ledger_no_parent(ancestor) &&
-               (at = kvp_ledger_slot(ledger, ancestor)) != NONE)
-            ancestor = ledger->parents[at];
-        if (memcmp(ancestor, key, HASH_BYTES) == 0)
-            memset(ledger->parents[slot], 0, HASH_BYTES);
-    }
-    ledger->by_key.places[kvp_ledger_find(ledger, &ledger->by_key, key)] = slot + 1;
-    kvp_ledger_join(ledger, slot);
-    ledger->states[slot] = READY;
-    ledger->counts.ready++;
-    kvp_ledger_set_stale(ledger, slot, false);
-    kvp_ledger_use(ledger, slot);
-    uint32_t above = kvp_ledger_slot(ledger, ledger->parents[slot]);
-    if (above != NONE)
-        kvp_ledger_reconsider(ledger, above);
 }
 
 /* A block leaves the tables, and its slot unless somebody reads it. */
@@ -72,7 +47,7 @@ void kvp_ledger_leave(kvp_ledger *ledger, uint32_t slot)
     kvp_ledger_set_stale(ledger, slot, true);
     if (ledger->pins[slot] == 0) {
         ledger->counts.ready--;
-        give_up(ledger, slot);
+        kvp_ledger_give_up(ledger, slot);
     }
 }
 
@@ -97,7 +72,7 @@ static kvp_status step_once(kvp_ledger *ledger, kvp_arena_step step, uint32_t sl
         ledger->counts.pins--;
         if (--ledger->pins[slot] == 0 && state == DROPPED) {
             ledger->counts.ready--;
-            give_up(ledger, slot);
+            kvp_ledger_give_up(ledger, slot);
         } else {
             kvp_ledger_reconsider(ledger, slot);
         }
@@ -114,14 +89,14 @@ static kvp_status step_once(kvp_ledger *ledger, kvp_arena_step step, uint32_t sl
         ledger->counts.grants--;
         if (--ledger->grants[slot] == 0 && state == QUARANTINED) {
             ledger->counts.quarantined--;
-            set_free(ledger, slot);
+            kvp_ledger_set_free(ledger, slot);
         }
         return KVP_OK;
     case KVP_ARENA_RELEASE:
         if (state != RESERVED)
             return KVP_BUSY;
         ledger->counts.reserved--;
-        give_up(ledger, slot);
+        kvp_ledger_give_up(ledger, slot);
         return KVP_OK;
     case KVP_ARENA_REQUIRE_RESERVED:
         return state == RESERVED ? KVP_OK : KVP_BUSY;
@@ -208,10 +183,10 @@ void kvp_ledger_close(kvp_ledger *ledger)
     free(ledger);
 }
 
-size_t kvp_ledger_reserve(kvp_ledger *ledger, size_t count, bool grant, uint32_t *slots,
-                          uint64_t *generations)
+/* Under the mutex, as all that is static here. */
+static size_t take_free(kvp_ledger *ledger, size_t count, bool grant, uint32_t *slots,
+                      uint64_t *generations)
 {
-    pthread_mutex_lock(&ledger->mutex);
     if (count > ledger->counts.free)
         count = ledger->counts.free;
     for (size_t i = 0; i < count; i++) {
@@ -225,76 +200,46 @@ size_t kvp_ledger_reserve(kvp_ledger *ledger, size_t count, bool grant, uint32_t
     ledger->counts.free -= count;
     ledger->counts.reserved += count;
     ledger->counts.grants += grant ? count : 0;
+    return count;
+}
+
+static size_t evict_some(kvp_ledger *ledger, size_t count, uint32_t *slots)
+{
+    size_t gone = 0;
+    for (; gone < count && ledger->heap_count > 0; gone++) {
+        if (slots != NULL)
+            slots[gone] = ledger->heap[0];
+        kvp_ledger_leave(ledger, ledger->heap[0]);
+    }
+    return gone;
+}
+
+size_t kvp_ledger_reserve(kvp_ledger *ledger, size_t count, bool grant, uint32_t *slots,
+                          uint64_t *generations)
+{
+    pthread_mutex_lock(&ledger->mutex);
+    count = take_free(ledger, count, grant, slots, generations);
     pthread_mutex_unlock(&ledger->mutex);
     return count;
 }
 
 size_t kvp_ledger_evict(kvp_ledger *ledger, size_t count, uint32_t *slots)
 {
-    size_t gone = 0;
     pthread_mutex_lock(&ledger->mutex);
-    for (; gone < count && ledger->heap_count > 0; gone++) {
-        if (slots != NULL)
-            slots[gone] = ledger->heap[0];
-        kvp_ledger_leave(ledger, ledger->heap[0]);
-    }
+    count = evict_some(ledger, count, slots);
     pthread_mutex_unlock(&ledger->mutex);
-    return gone;
+    return count;
 }
 
-kvp_status kvp_ledger_commit(kvp_ledger *ledger, const uint32_t *slots,
-                             const uint64_t *generations, const uint8_t *keys,
-                             const uint8_t *parents, size_t count, bool *added, size_t *bad)
-{
-    kvp_status status = KVP_OK;
-    size_t i = 0;
-    pthread_mutex_lock(&ledger->mutex);
-    for (; i < count; i++) {
-        status = kvp_ledger_look(ledger, slots[i], generations[i]);
-        if (status == KVP_OK)
-            status = step_once(ledger, KVP_ARENA_REQUIRE_RESERVED, slots[i]);
-        if (status != KVP_OK)
-            break;
-    }
-    *bad = i;
-    for (i = 0; status == KVP_OK && i < count; i++) {
-        const uint8_t *key = keys + i * HASH_BYTES;
-        if (ledger->states[slots[i]] != RESERVED) { /* named twice in this call */
-            added[i] = false;
-            continue;
-        }
-        uint32_t here = kvp_ledger_slot(ledger, key);
-        added[i] = here == NONE;
-        ledger->counts.reserved--;
-        if (added[i]) {
-            enter(ledger, slots[i], key, parents + i * HASH_BYTES);
-        } else {
-            kvp_ledger_use(ledger, here);
-            give_up(ledger, slots[i]);
-        }
-    }
-    pthread_mutex_unlock(&ledger->mutex);
-    return status;
-}
-
-void kvp_ledger_restore(kvp_ledger *ledger, const uint32_t *slots, const uint64_t *generations,
-                        const uint8_t *keys, const uint8_t *parents, size_t count, bool *kept)
+size_t kvp_ledger_take(kvp_ledger *ledger, size_t count, bool grant, uint32_t *slots,
+                       uint64_t *generations, uint32_t *evicted, size_t *gone)
 {
     pthread_mutex_lock(&ledger->mutex);
-    for (size_t i = 0; i < count; i++) {
-        const uint8_t *key = keys + i * HASH_BYTES;
-        kept[i] = slots[i] < ledger->slot_count && ledger->states[slots[i]] == FREE &&
-                  kvp_ledger_slot(ledger, key) == NONE;
-        if (!kept[i])
-            continue;
-        ledger->generations[slots[i]] = generations[i];
-        enter(ledger, slots[i], key, parents + i * HASH_BYTES);
-    }
-    ledger->counts.free = 0;
-    for (uint32_t slot = (uint32_t)ledger->slot_count; slot-- > 0;)
-        if (ledger->states[slot] == FREE)
-            set_free(ledger, slot);
+    size_t taken = take_free(ledger, count, grant, slots, generations);
+    *gone = evict_some(ledger, count - taken, evicted);
+    taken += take_free(ledger, count - taken, grant, slots + taken, generations + taken);
     pthread_mutex_unlock(&ledger->mutex);
+    return taken;
 }
 
 size_t kvp_ledger_pin(kvp_ledger *ledger, const uint8_t *keys, size_t count, bool use,

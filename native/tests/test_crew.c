@@ -6,24 +6,26 @@
 
 #include "check.h"
 
-/* 64 KiB a block: a run is 8 blocks, and a copy of all of them has several runs. */
-enum { BLOCKS = 70, LAYERS = 4, HEADS = 2, CRCS = LAYERS * HEADS, CALLERS = 4, ROUNDS = 20 };
+/* The same bytes as small blocks, of which a run has several, and as large ones, which have several
+ * runs, the last with fewer layers. */
+enum { ALL_LAYERS = 280, HEADS = 2, ALL_CRCS = ALL_LAYERS * HEADS, CALLERS = 4, ROUNDS = 20 };
+enum { BLOCKS_MAX = 70 };
 
 static const kvp_shape shape = {.heads = HEADS, .tokens = 16, .k_row_bytes = 256,
                                 .v_row_bytes = 256};
-enum { HEAD = 16 * 512, LAYER = HEADS * HEAD, BLOCK = LAYERS * LAYER };
+enum { HEAD = 16 * 512, LAYER = HEADS * HEAD, ALL = ALL_LAYERS * LAYER };
 
 typedef struct {
     uint8_t *bytes;
     kvp_view view;
 } side;
 
-static side make_side(void)
+static side make_side(size_t layers)
 {
-    side made = {.bytes = malloc((size_t)BLOCKS * BLOCK)};
+    side made = {.bytes = malloc(ALL)};
     CHECK(made.bytes != NULL);
-    fill_random(made.bytes, (size_t)BLOCKS * BLOCK);
-    made.view = (kvp_view){(uintptr_t)made.bytes, BLOCK, LAYER, HEAD, HEAD / 2, 256, 256};
+    fill_random(made.bytes, ALL);
+    made.view = (kvp_view){(uintptr_t)made.bytes, layers * LAYER, LAYER, HEAD, HEAD / 2, 256, 256};
     return made;
 }
 
@@ -31,56 +33,59 @@ typedef struct {
     kvp_crew *crew;
     const side *src;
     const uint32_t *sums;
+    size_t layers; /* of a block */
     side dst;
 } caller;
 
 static kvp_status copy(const caller *from, const uint32_t *expected, uint32_t *out, size_t *bad)
 {
-    uint64_t ids[BLOCKS];
-    for (size_t i = 0; i < BLOCKS; i++)
+    uint64_t ids[BLOCKS_MAX];
+    for (size_t i = 0; i < BLOCKS_MAX; i++)
         ids[i] = i;
     return kvp_crew_copy_blocks(from->crew, &shape, &from->dst.view, ids, &from->src->view, ids,
-                                BLOCKS, 0, LAYERS, expected, out, CRCS, bad);
+                                ALL_LAYERS / from->layers, 0, from->layers, expected, out,
+                                from->layers * HEADS, bad);
 }
 
 static void *call(void *argument)
 {
     const caller *self = argument;
-    uint32_t out[BLOCKS * CRCS];
+    uint32_t out[ALL_CRCS];
+    const size_t blocks = ALL_LAYERS / self->layers, crcs = self->layers * HEADS;
     for (size_t round = 0; round < ROUNDS; round++) {
         size_t bad = 0;
-        memset(self->dst.bytes, 0, (size_t)BLOCKS * BLOCK);
-        CHECK(copy(self, NULL, out, &bad) == KVP_OK && bad == BLOCKS);
-        CHECK(!memcmp(self->dst.bytes, self->src->bytes, (size_t)BLOCKS * BLOCK));
+        memset(self->dst.bytes, 0, ALL);
+        CHECK(copy(self, NULL, out, &bad) == KVP_OK && bad == blocks);
+        CHECK(!memcmp(self->dst.bytes, self->src->bytes, ALL));
         CHECK(!memcmp(out, self->sums, sizeof out));
         /* The first of two bad blocks is named, and all before it are whole. */
         memcpy(out, self->sums, sizeof out);
-        size_t first = round * 37 % (BLOCKS - 1);
-        out[first * CRCS + 3] ^= 1;
-        out[(BLOCKS - 1) * CRCS] ^= 1;
-        memset(self->dst.bytes, 0, (size_t)BLOCKS * BLOCK);
+        size_t first = round * 37 % (blocks - 1);
+        out[first * crcs + round * 13 % crcs] ^= 1;
+        out[(blocks - 1) * crcs] ^= 1;
+        memset(self->dst.bytes, 0, ALL);
         CHECK(copy(self, out, NULL, &bad) == KVP_CORRUPT && bad == first);
-        CHECK(!memcmp(self->dst.bytes, self->src->bytes, first * BLOCK));
+        CHECK(!memcmp(self->dst.bytes, self->src->bytes, first * self->layers * LAYER));
     }
     return NULL;
 }
 
-static void test_callers(size_t helpers)
+static void test_callers(size_t helpers, size_t layers)
 {
-    side src = make_side(), alone = make_side();
-    uint32_t sums[BLOCKS * CRCS];
-    uint64_t ids[BLOCKS];
+    side src = make_side(layers), alone = make_side(layers);
+    uint32_t sums[ALL_CRCS];
+    uint64_t ids[BLOCKS_MAX];
     size_t bad;
-    for (size_t i = 0; i < BLOCKS; i++)
+    for (size_t i = 0; i < BLOCKS_MAX; i++)
         ids[i] = i;
-    CHECK(kvp_copy_blocks(&shape, &alone.view, ids, &src.view, ids, BLOCKS, 0, LAYERS, NULL, sums,
-                          CRCS, &bad) == KVP_OK);
+    CHECK(kvp_copy_blocks(&shape, &alone.view, ids, &src.view, ids, ALL_LAYERS / layers, 0, layers,
+                          NULL, sums, layers * HEADS, &bad) == KVP_OK);
     kvp_crew *crew;
     CHECK(kvp_crew_open(helpers, &crew) == KVP_OK);
     caller callers[CALLERS];
     pthread_t threads[CALLERS];
     for (size_t i = 0; i < CALLERS; i++) {
-        callers[i] = (caller){crew, &src, sums, make_side()};
+        callers[i] = (caller){crew, &src, sums, layers, make_side(layers)};
         CHECK(pthread_create(&threads[i], NULL, call, &callers[i]) == 0);
     }
     for (size_t i = 0; i < CALLERS; i++) {
@@ -92,10 +97,36 @@ static void test_callers(size_t helpers)
     free(alone.bytes);
 }
 
+/* A range of layers of one large block, with its checksums. */
+static void test_layers_of_a_block(void)
+{
+    enum { LAYERS = ALL_LAYERS, BEGIN = 3, END = 277, SOME = (END - BEGIN) * HEADS };
+    side src = make_side(LAYERS), dst = make_side(LAYERS), alone = make_side(LAYERS);
+    memcpy(alone.bytes, dst.bytes, ALL);
+    uint32_t sums[SOME], out[SOME];
+    const uint64_t id = 0;
+    size_t bad;
+    kvp_crew *crew;
+    CHECK(kvp_crew_open(2, &crew) == KVP_OK);
+    CHECK(kvp_copy_blocks(&shape, &alone.view, &id, &src.view, &id, 1, BEGIN, END, NULL, sums, SOME,
+                          &bad) == KVP_OK);
+    CHECK(kvp_crew_copy_blocks(crew, &shape, &dst.view, &id, &src.view, &id, 1, BEGIN, END, NULL,
+                               out, SOME, &bad) == KVP_OK && bad == 1);
+    CHECK(!memcmp(out, sums, sizeof out) && !memcmp(dst.bytes, alone.bytes, ALL));
+    sums[SOME - 1] ^= 1;
+    CHECK(kvp_crew_copy_blocks(crew, &shape, &dst.view, &id, &src.view, &id, 1, BEGIN, END, sums,
+                               NULL, SOME, &bad) == KVP_CORRUPT && bad == 0);
+    kvp_crew_close(crew);
+    free(src.bytes);
+    free(dst.bytes);
+    free(alone.bytes);
+}
+
 static void test_edges(void)
 {
     kvp_crew *crew;
-    side src = make_side(), dst = make_side();
+    enum { LAYERS = 4 };
+    side src = make_side(LAYERS), dst = make_side(LAYERS);
     uint64_t ids[2] = {0, 1};
     size_t bad = 7;
     CHECK(kvp_crew_open(HELPERS_MAX + 1, &crew) == KVP_INVALID);
@@ -117,8 +148,10 @@ static void test_edges(void)
 
 int main(void)
 {
-    test_callers(0);
-    test_callers(3);
+    test_callers(0, 4);
+    test_callers(3, 4);
+    test_callers(3, 70); /* 4 blocks of 24, 24 and 22 layers */
+    test_layers_of_a_block();
     test_edges();
     return 0;
 }

@@ -88,10 +88,24 @@ static void check_same(kvp_ledger *ledger)
 
 static void reserve(kvp_ledger *ledger)
 {
-    uint32_t slot;
+    uint32_t slot, left;
     uint64_t life;
     const bool grants = random_below(4) == 0;
-    if (kvp_ledger_reserve(ledger, 1, grants, &slot, &life) == 0) {
+    size_t taken, gone = 0;
+    if (random_below(4) == 0) {
+        bool full = true;
+        const int oldest = victim();
+        for (int i = 0; i < SLOTS; i++)
+            full = full && model[i].state != FREE;
+        taken = kvp_ledger_take(ledger, 1, grants, &slot, &life, &left, &gone);
+        CHECK(gone == (full && oldest >= 0));
+        CHECK(gone == 0 || (int)left == oldest);
+        if (gone != 0)
+            model_leave(oldest);
+    } else {
+        taken = kvp_ledger_reserve(ledger, 1, grants, &slot, &life);
+    }
+    if (taken == 0) {
         for (int i = 0; i < SLOTS; i++)
             CHECK(model[i].state != FREE);
         return;
@@ -107,17 +121,25 @@ static void commit(kvp_ledger *ledger, uint32_t slot)
     uint8_t parent_name[HASH_BYTES];
     bool added;
     size_t bad;
+    const bool run = random_below(2) == 0, granted = run && random_below(2) == 0;
     if (parent >= key && parent >= 0)
         return; /* no circles here: they have their own test */
     memcpy(parent_name, name_of(parent), HASH_BYTES);
-    kvp_status status = kvp_ledger_commit(ledger, &slot, &model[slot].generation, name_of(key),
-                                          parent_name, 1, &added, &bad);
-    CHECK((status == KVP_OK) == (model[slot].state == RESERVED));
+    kvp_status status =
+        run ? kvp_ledger_commit_run(ledger, &slot, &model[slot].generation, name_of(key),
+                                    parent_name, 1, granted, &added, &bad)
+            : kvp_ledger_commit(ledger, &slot, &model[slot].generation, name_of(key), parent_name,
+                                1, &added, &bad);
+    const bool reserved = model[slot].state == RESERVED;
+    CHECK((status == KVP_OK) == (reserved && (!granted || model[slot].grants > 0)));
     if (status != KVP_OK) {
-        CHECK(bad == 0 && (status == KVP_BUSY || status == KVP_STALE));
+        CHECK(bad == 0 && (reserved ? status == KVP_INVALID
+                                    : status == KVP_BUSY || status == KVP_STALE));
         return;
     }
     const int here = at_key(key);
+    CHECK(!run || bad == (here < 0));
+    model[slot].grants -= granted;
     CHECK(added == (here < 0));
     if (added) {
         model[slot].state = READY;
@@ -391,6 +413,57 @@ static void test_threads(void)
     kvp_ledger_close(ledger);
 }
 
+/* A chain goes in as a whole, each block the parent of the next, and comes out leaf by leaf. */
+static void test_run(void)
+{
+    enum { RUN = 4 };
+    kvp_ledger *ledger;
+    uint32_t slots[RUN], evicted[RUN];
+    uint64_t lives[RUN];
+    uint8_t keys[RUN * HASH_BYTES] = {0}, none[HASH_BYTES] = {0};
+    bool added[RUN];
+    size_t at, gone;
+    kvp_ledger_counts counts;
+    for (size_t i = 0; i < RUN; i++)
+        keys[i * HASH_BYTES] = (uint8_t)(i + 1);
+    CHECK(kvp_ledger_open(RUN, 1, &ledger) == KVP_OK);
+    CHECK(kvp_ledger_take(ledger, RUN, true, slots, lives, evicted, &gone) == RUN && gone == 0);
+
+    /* Nothing happens where one of them is wrong. */
+    uint8_t doubled[RUN * HASH_BYTES];
+    memcpy(doubled, keys, sizeof doubled);
+    doubled[2 * HASH_BYTES] = 2; /* as the one before it */
+    CHECK(kvp_ledger_commit_run(ledger, slots, lives, doubled, none, RUN, true, added, &at) ==
+              KVP_INVALID && at == 2);
+    CHECK(kvp_ledger_commit_run(ledger, slots, lives, keys, keys, RUN, true, added, &at) ==
+              KVP_INVALID && at == 0);
+    lives[3]++;
+    CHECK(kvp_ledger_commit_run(ledger, slots, lives, keys, none, RUN, true, added, &at) ==
+              KVP_STALE && at == 3);
+    lives[3]--;
+    kvp_ledger_count(ledger, &counts);
+    CHECK(counts.reserved == RUN && counts.grants == RUN);
+
+    CHECK(kvp_ledger_commit_run(ledger, slots, lives, keys, none, RUN, true, added, &at) ==
+              KVP_OK && at == RUN);
+    kvp_ledger_count(ledger, &counts);
+    CHECK(counts.ready == RUN && counts.grants == 0);
+    for (size_t i = 0; i < RUN; i++)
+        CHECK(memcmp(ledger->parents[slots[i]], i == 0 ? none : keys + (i - 1) * HASH_BYTES,
+                     HASH_BYTES) == 0);
+
+    /* The leaf goes first, and the slots come back in the order of the chain. */
+    CHECK(kvp_ledger_take(ledger, 2, false, slots, lives, evicted, &gone) == 2 && gone == 2);
+    CHECK(evicted[0] == 3 && evicted[1] == 2 && slots[0] == 2 && slots[1] == 3);
+    CHECK(kvp_ledger_match(ledger, keys, RUN) == 2);
+    /* What is pinned stays: fewer are taken. */
+    uint32_t pinned;
+    uint64_t life;
+    CHECK(kvp_ledger_pin(ledger, keys, 1, true, &pinned, &life) == 1);
+    CHECK(kvp_ledger_take(ledger, RUN, false, slots, lives, evicted, &gone) == 1 && gone == 1);
+    kvp_ledger_close(ledger);
+}
+
 int main(void)
 {
     kvp_ledger *ledger;
@@ -406,6 +479,7 @@ int main(void)
     test_against_the_model();
     test_parents_in_a_circle_can_go();
     test_only_whole_chains_are_rooted();
+    test_run();
     test_restored_blocks_are_as_before();
     test_threads();
     return 0;

@@ -45,6 +45,7 @@ def test_the_suite_fails_on_a_tier_that_forgets_grants() -> None:
             yield tier
 
     assert failing_tests(TestSsdTier(), fresh) == [
+        "test_a_run_that_is_refused_stays_reserved",
         "test_an_aborted_slot_with_a_grant_is_quarantined",
         "test_an_evicted_or_dropped_block_with_a_grant_is_quarantined",
     ]

@@ -23,6 +23,7 @@ from kvpool.events import BlockEvicted, ListSink
 from kvpool.memory import BlockView, Crcs, Span
 from kvpool.pool import BATCH_BYTES, Pool, batches
 from kvpool.testing.blocks import SMALL_LAYOUT, Payload, namespace, payload, view_of
+from kvpool.tiers.base import BlockTokens
 from kvpool.tiers.dram import DramTier
 
 WAIT_S = 20.0
@@ -83,9 +84,9 @@ class GatedTier(DramTier):
         self.wait()
         return super().crcs(slots)
 
-    def reserve_run(self, count: int) -> Slots:
+    def reserve_run(self, count: int, tokens: BlockTokens | None = None) -> Slots:
         self.wait()
-        return super().reserve_run(count)
+        return super().reserve_run(count, tokens)
 
     def wait(self) -> None:
         self.reached.set()

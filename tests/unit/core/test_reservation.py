@@ -131,6 +131,15 @@ def test_checksums_that_do_not_fit_are_refused(tier: DramTier) -> None:
     assert reservation.finish(crcs).stored == 1
 
 
+def test_blocks_that_the_tier_refuses_leave_nothing_behind(tier: DramTier) -> None:
+    reservation = Reservation(tier, keys(0, 0, 1), None)  # a block that is its own parent
+    with pytest.raises(UsageError, match="own parent"):
+        reservation.finish(fill(reservation)[:2])
+    assert states(tier) == (SLOTS, 0, 0, 0, 0)
+    reservation.settle()
+    assert states(tier) == (SLOTS, 0, 0, 0, 0)
+
+
 def test_hashes_that_are_not_whole_are_refused(tier: DramTier) -> None:
     with pytest.raises(UsageError):
         Reservation(tier, keys(0)[:-1], None)
