@@ -318,7 +318,9 @@ def count_of(keys: bytes) -> int:
 
 
 def chained(keys: bytes, parent: BlockHash | None) -> bytes:
-    """Return the parents of a run of blocks, each the parent of the next."""
+    """Return the parents of a run of blocks, each the parent of the next. Raises UsageError."""
+    if parent is not None and len(parent) != HASH_BYTES:
+        raise UsageError(f"a parent of {len(parent)} bytes: a key has {HASH_BYTES}")
     return ((parent or NO_PARENT) + keys)[: len(keys)]
 
 

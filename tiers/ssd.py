@@ -349,6 +349,8 @@ class SsdTier(Tier):
             raise UsageError(
                 f"{count_of(keys)} keys for {len(run)} slots, or a block is its own parent"
             )
+        if crcs.size != len(run) * self.layout.crc_count:
+            raise UsageError(f"{crcs.size} checksums for {len(run)} blocks")
         crcs = crcs.reshape(len(run), self.layout.num_layers, self.layout.kv_heads)
         self._open()
         self._ledger.require_reserved(run)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from kvpool.arena import Slot
-from kvpool.block import BlockLayout
+from kvpool.block import BlockHash, BlockLayout
 from kvpool.errors import CapacityError, ClosedError, UsageError
 from kvpool.memory import copy_blocks
 from kvpool.testing.blocks import SMALL_LAYOUT, key, payload, read, view_of, write
@@ -104,6 +104,22 @@ class TierSuite(ABC):
             tier.commit(committed, key(0), None, crcs)
         assert tier.match(key(0)) == 0
         assert _states(tier.stats()) == (SLOTS - 1, 0, 1, 0)
+
+    def test_a_commit_that_does_not_fit_changes_nothing(self, tier: Tier) -> None:
+        slot = tier.reserve()
+        crcs = np.zeros((self.layout.num_layers, self.layout.kv_heads), dtype=np.uint32)
+        for name, parent, sums in (
+            (key(0), None, crcs[1:]),
+            (key(0), None, np.zeros((2, *crcs.shape), dtype=np.uint32)),
+            (BlockHash(key(0)[1:]), None, crcs),
+            (key(0), key(0), crcs),
+            (key(0), BlockHash(key(1)[1:]), crcs),
+        ):
+            with pytest.raises(UsageError):
+                tier.commit(slot, name, parent, sums)
+        assert (tier.stats().reserved, tier.stats().ready, tier.match(key(0))) == (1, 0, 0)
+        tier.abort(slot)
+        assert tier.stats().free == tier.stats().slots
 
     def test_every_life_of_a_slot_has_another_generation(self, tier: Tier) -> None:
         seen: set[Slot] = set()

@@ -1,9 +1,9 @@
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
 
-from kvpool.arena import Arena, Slot
+from kvpool.arena import Arena, Slot, Slots, Window
 from kvpool.block import BlockHash, SlotIndex, new_incarnation
 from kvpool.clock import ManualClock
 from kvpool.errors import CapacityError, UsageError
@@ -130,6 +130,30 @@ def test_the_clock_decides_what_is_old() -> None:
         tier.unpin(tier.pin(key(0)))
         put(tier, 9)
         assert [tier.match(key(number)) for number in range(SLOTS)] == [1, 0, 1, 1]
+
+
+def test_peers_see_what_can_be_read_and_nothing_else(tier: DramTier) -> None:
+    window = Window(tier.arena.fd, tier.arena.incarnation)
+
+    def seen(slots: Sequence[Slot]) -> int:
+        run = Slots.of(slots)
+        return window.leading(run.indices, run.generations)
+
+    put(tier, 0)
+    pinned = tier.pin(key(0))
+    assert seen(pinned) == 1
+    second = tier.reserve()
+    assert not tier.commit(second, key(0), None, NO_CRCS)
+    assert (seen(pinned), seen([second])) == (1, 0)
+    assert tier.drop(key(0), "corrupt")
+    assert seen(pinned) == 0
+    tier.unpin(pinned)
+    put(tier, 1)
+    pinned = tier.pin(key(1))
+    tier.unpin(pinned)
+    assert seen(pinned) == 1
+    assert tier.evict(1) == 1
+    assert seen(pinned) == 0
 
 
 def test_peers_may_map_the_arena(tier: DramTier) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kvpool.arena import Arena, Slot
-from kvpool.block import BlockHash, BlockLayout, new_incarnation
+from kvpool.block import HASH_BYTES, BlockHash, BlockLayout, new_incarnation
 from kvpool.errors import ClosedError, LayoutMismatchError, TransferTimeoutError, UsageError
 from kvpool.memory import Span, copy_blocks
 from kvpool.testing.blocks import SMALL_LAYOUT, key, payload, read, view_of
@@ -81,6 +81,21 @@ def damage(tier: DramTier, number: int) -> None:
     byte = Span(address, 1).view()
     byte[0] ^= 4
     tier.unpin(slots)
+
+
+def test_what_comes_later_is_the_child_of_what_is_there(gpu: GpuTier, full: DramTier) -> None:
+    """So a block goes before those above it, whichever came first."""
+    mover = GpuMover(gpu, ring_blocks=RING)
+    for blocks in (3, BLOCKS):
+        some = KEYS[: blocks * HASH_BYTES]
+        assert mover.promote(some, None, full, deadline_s=WAIT_S) == blocks
+    with empty() as below:
+        for blocks in (3, BLOCKS):
+            some = KEYS[: blocks * HASH_BYTES]
+            assert mover.demote(some, None, below, deadline_s=WAIT_S) == blocks
+        for tier in (gpu, below):
+            assert tier.evict(1) == 1
+            assert tier.match(KEYS) == BLOCKS - 1
 
 
 def test_a_tier_that_closes_meanwhile_leaves_no_slot_in_the_other(gpu: GpuTier) -> None:

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 
 from kvpool.arena import Arena
-from kvpool.block import BlockHash, new_incarnation
+from kvpool.block import HASH_BYTES, BlockHash, new_incarnation
 from kvpool.errors import CapacityError, ClosedError, UnavailableError
-from kvpool.memory import Span, copy_blocks
+from kvpool.memory import BlockView, Crcs, Span, copy_blocks
 from kvpool.testing.blocks import SMALL_LAYOUT, key, payload, read, view_of, write
 from kvpool.testing.slow_store import FaultyStore
 from kvpool.tiers.dram import DramTier
 from kvpool.tiers.flusher import FlushLimits, rest_s
 from kvpool.tiers.ssd import SsdTier
 from kvpool.tiers.stack import StackTier, stats_of
+from kvpool.tiers.tokens import TokenRows
 
 BLOCK = SMALL_LAYOUT.block_bytes
 SLOTS = 8
@@ -166,6 +167,50 @@ def test_a_disk_that_fails_is_tried_again(stack: StackTier) -> None:
     stack.fast.evict(SLOTS)
     assert stack.promote(keys(*range(4)), wait_s=PATIENCE_S) == 4
     assert_served(stack, range(4))
+
+
+def test_what_a_disk_did_not_take_keeps_its_turn_and_its_parent(tmp_path: Path) -> None:
+    class Failing(FaultyStore):
+        """Takes two blocks, and then none until the test says so."""
+
+        written = b""
+
+        def write(
+            self,
+            keys: bytes,
+            parent: BlockHash | None,
+            source: BlockView,
+            *,
+            crcs: Crcs | None = None,
+            tokens: TokenRows | None = None,
+            deadline_s: float,
+        ) -> int:
+            count = super().write(
+                keys, parent, source, crcs=crcs, tokens=tokens, deadline_s=deadline_s
+            )
+            if not self.written:
+                self.failing.set()
+            self.written += keys[: count * HASH_BYTES]
+            return count
+
+    inner = SsdTier(tmp_path, SMALL_LAYOUT, 64, threads=2, timeout_s=PATIENCE_S)
+    slow = Failing(inner)
+    slow.write_blocks_max = 2
+    fast = DramTier(Arena(SMALL_LAYOUT, SLOTS, new_incarnation()))
+    with StackTier(fast, slow, LIMITS, durable_bytes_max=16 * BLOCK) as stack:
+        put_run(stack, SLOTS)
+        until(lambda: stack.counts().flush.failed > 0)
+        slow.failing.clear()
+        flushed(stack)
+        assert slow.written == keys(*range(SLOTS))
+        names, parents = inner.blocks()
+        above = {
+            names[at : at + HASH_BYTES]: parents[at : at + HASH_BYTES]
+            for at in range(0, len(names), HASH_BYTES)
+        }
+        assert [above[key(number)] for number in range(1, SLOTS)] == [
+            key(number) for number in range(SLOTS - 1)
+        ]
 
 
 def test_a_disk_that_takes_a_few_at_a_time_gets_all(stack: StackTier) -> None:

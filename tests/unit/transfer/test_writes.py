@@ -171,6 +171,28 @@ def test_a_passed_deadline_ends_a_write_whatever_the_peer_does(
     assert after.result() == 1
 
 
+def test_each_write_ends_at_its_own_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    line = Line()
+    writes = Writes(line)
+    soon, late = (writes.submit(rows(1), b"", seconds) for seconds in (WAIT_S, 3 * WAIT_S))
+    for waited, ended in ((2, [True, False]), (4, [True, True])):
+        later = SimpleNamespace(monotonic=lambda: time.monotonic() + waited * WAIT_S)  # noqa: B023
+        monkeypatch.setattr(completion, "time", later)
+        line.later.pop()()
+        assert [soon.done(), late.done()] == ended
+    with pytest.raises(TransferTimeoutError):
+        late.result()
+
+
+def test_any_number_of_writes_come_one_after_another() -> None:
+    line = Line()
+    writes = Writes(line)
+    for number in range(WRITES_MAX + 1):
+        write = writes.submit(rows(1), b"", WAIT_S)
+        writes.take(took(number))
+        assert write.result() == 1
+
+
 def test_a_queue_that_is_full_and_an_endpoint_that_has_ended_refuse() -> None:
     line = Line()
     writes = Writes(line)
