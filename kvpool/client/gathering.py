@@ -66,6 +66,23 @@ class _Running(Completion[int]):
             pull.cancel()
 
 
+def given_up(pull: Completion[int] | KVPoolError) -> int:
+    """Cancel a pull and wait until it writes no more; return how many leading blocks came.
+
+    Raises:
+        InternalError: It did not end: its destination is not free.
+    """
+    if isinstance(pull, KVPoolError):
+        return 0
+    pull.cancel()
+    try:
+        return pull.wait(_END_TIMEOUT_S)
+    except KVPoolError as error:
+        if not pull.done():
+            raise InternalError("a pull did not end behind its deadline") from error
+        return 0
+
+
 def end_all(pulls: Iterable[Completion[int]]) -> None:
     """Cancel pulls, all of them first, and wait until none writes any more.
 
@@ -247,19 +264,7 @@ class Gathering:
                     logger.debug("a replica failed: %s", error)
                     return 0
             if deadline.passed() or not part.node.pool.is_alive(look_s):
-                return self._give_up(pull)
-
-    def _give_up(self, pull: Completion[int] | KVPoolError) -> int:
-        """Cancel a pull and wait until nothing writes any more."""
-        if isinstance(pull, KVPoolError):
-            return 0
-        pull.cancel()
-        try:
-            return pull.wait(_END_TIMEOUT_S)
-        except KVPoolError as error:
-            if not pull.done():
-                raise InternalError("a pull did not end behind its deadline") from error
-            return 0
+                return given_up(pull)
 
     def _retry(
         self,

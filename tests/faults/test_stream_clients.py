@@ -13,7 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvpool.base import BlockPool
+from kvpool.base import BlockPool, Match
+from kvpool.block import HASH_BYTES
 from kvpool.client import protocol
 from kvpool.client.connect import connect
 from kvpool.client.link import Place
@@ -213,6 +214,7 @@ class Waiting:
     def __init__(self) -> None:
         self.told = threading.Event()
         self.go = threading.Event()
+        self.lacked: list[bytes] = []
 
     async def opened(self, tier: Tier) -> None:
         self.tier = tier
@@ -223,7 +225,7 @@ class Waiting:
             await asyncio.sleep(0.005)
 
     def missed(self, names: bytes) -> None:
-        """Take no note."""
+        self.lacked.append(names)
 
 
 def test_what_is_stored_for_a_client_that_has_gone_is_not_held_for_it() -> None:
@@ -273,3 +275,18 @@ def test_a_byte_that_flips_in_the_server_is_a_miss_by_every_way(
             assert loaded.wait(WAIT_S) == bad
         assert np.array_equal(found[:bad], source[:bad])
         until(lambda: pool.match(chain).blocks == bad, "it has left the pool")
+
+
+def test_a_lease_that_falls_short_says_what_is_not_here() -> None:
+    """Whoever said that it was is told otherwise."""
+    waiting = Waiting()
+    waiting.go.set()
+    with running(holdings=waiting) as service, service.connect() as pool:
+        chain = chain_of(pool, 1, BLOCKS)
+        source = view_of(LAYOUT, blocks_of(1, BLOCKS))
+        done = pool.store(chain, source.take(0, 2), deadline_s=WAIT_S)
+        assert done.wait(WAIT_S).stored == 2
+        for blocks in (2, BLOCKS):
+            with pool.lease(Match(chain, blocks), WAIT_S) as lease:
+                assert lease.blocks == 2
+        assert waiting.lacked == [chain.hashes[2 * HASH_BYTES :]]

@@ -6,10 +6,16 @@ from collections.abc import Callable
 import pytest
 
 from kvpool.base import StoreResult
-from kvpool.client.gathering import end_all
+from kvpool.client.gathering import end_all, given_up
 from kvpool.client.placing import ends_of
 from kvpool.completion import CompletionSource
-from kvpool.errors import CancelledTransferError, InternalError, KVPoolError, UsageError
+from kvpool.errors import (
+    CancelledTransferError,
+    InternalError,
+    KVPoolError,
+    PeerUnreachableError,
+    UsageError,
+)
 
 WAIT_S = 20.0
 
@@ -61,6 +67,22 @@ def test_a_store_that_is_cancelled_waits_for_all() -> None:
     second.cancelled()
     assert call.ended()
     assert [type(one) for one in _listed(call.returned)] == 2 * [CancelledTransferError]
+
+
+@pytest.mark.parametrize("good", [0, 2])
+def test_a_pull_that_is_given_up_is_waited_for(good: int) -> None:
+    """Another replica is read into the same memory then."""
+    source: CompletionSource[int] = CompletionSource()
+    call = Beside(lambda: given_up(source.completion))
+    assert call.goes_on()
+    assert source.cancel_requested
+    if good:
+        source.finish(good)
+    else:
+        source.cancelled()
+    assert call.ended()
+    assert call.returned == good
+    assert given_up(PeerUnreachableError("it did not begin")) == 0
 
 
 def test_pulls_are_all_cancelled_and_then_waited_for() -> None:

@@ -174,3 +174,19 @@ def test_a_renewal_that_is_given_up_is_not_lost() -> None:
                 scene.check(ring)
 
     asyncio.run(run())
+
+
+def test_a_name_that_is_missed_is_taken_back_with_the_run_that_it_is_in() -> None:
+    async def run() -> None:
+        ring = Ring(ALL[:3])
+        with ThreadPoolExecutor(1) as executor:
+            async with Scene(ring, executor) as scene:
+                await scene.tell(ring)
+                scene.check(ring)
+                scene.naming.missed(HASHES[70 * HASH_BYTES :])
+                await scene.tell(ring)
+                gone = {_cut(HASHES)[70], run_names(HASHES)[HASH_BYTES : 2 * HASH_BYTES]}
+                scene.check(ring, b"".join(name for name in _cut(NAMES) if name not in gone))
+                assert not gone & set().union(*scene.told.values())
+
+    asyncio.run(run())

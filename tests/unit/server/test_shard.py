@@ -116,3 +116,15 @@ def test_a_later_run_takes_over_at_once() -> None:
             await scene.say(2, OLD, names=NAME)
 
     _run(play)
+
+
+def test_what_a_silent_node_holds_is_hidden_until_it_is_heard_again() -> None:
+    async def play(scene: Scene) -> None:
+        await scene.say(2, OLD, names=NAME)
+        assert await scene.found()
+        await scene.until_silent()
+        assert not await scene.found()
+        await scene.say(2, OLD)
+        assert await scene.found()
+
+    _run(play)
