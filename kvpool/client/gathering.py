@@ -211,7 +211,7 @@ class Gathering:
         at = first
         for one in pulls:
             if at != one.begin:
-                self._give_up(one.pull)
+                given_up(one.pull)
                 continue
             at += self._end(one.pull, one.part, deadline)
             if at < one.end and not self._over(deadline, running):
