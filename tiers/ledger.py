@@ -173,6 +173,7 @@ class Ledger:
         count = len(slots)
         if count_of(keys) != count:
             raise UsageError(f"{count_of(keys)} keys for {count} slots")
+        _require_parent(parent)  # C reads all of it
         added = ffi.new("bool[]", count)
         at = ffi.new("size_t *")
         status = lib.kvp_ledger_commit_run(
@@ -319,8 +320,7 @@ def count_of(keys: bytes) -> int:
 
 def chained(keys: bytes, parent: BlockHash | None) -> bytes:
     """Return the parents of a run of blocks, each the parent of the next. Raises UsageError."""
-    if parent is not None and len(parent) != HASH_BYTES:
-        raise UsageError(f"a parent of {len(parent)} bytes: a key has {HASH_BYTES}")
+    _require_parent(parent)
     return ((parent or NO_PARENT) + keys)[: len(keys)]
 
 
@@ -335,6 +335,11 @@ def own_parent(keys: bytes, parents: bytes) -> bool:
 def select(keys: bytes, rows: NDArray[np.bool_]) -> bytes:
     """Return the keys that are marked."""
     return _rows(keys)[rows].tobytes()
+
+
+def _require_parent(parent: BlockHash | None) -> None:
+    if parent is not None and len(parent) != HASH_BYTES:
+        raise UsageError(f"a parent of {len(parent)} bytes: a key has {HASH_BYTES}")
 
 
 def _rows(keys: bytes) -> NDArray[np.uint8]:
