@@ -7,11 +7,12 @@ from pathlib import Path
 import pytest
 
 os.environ.update(
-    VLLM_CPU_KVCACHE_SPACE="1",  # GiB
     VLLM_CPU_OMP_THREADS_BIND="nobind",
     VLLM_ENABLE_V1_MULTIPROCESSING="0",  # the engine is in this process: tests look inside
     VLLM_LOGGING_LEVEL="WARNING",
     VLLM_NO_USAGE_STATS="1",
+    VLLM_HOST_IP="127.0.0.1",  # workers meet there, on a machine without a network, too
+    GLOO_SOCKET_IFNAME="lo",
     HF_HUB_OFFLINE="1",
     OMP_NUM_THREADS="1",
 )

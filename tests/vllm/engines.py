@@ -2,6 +2,8 @@
 
 import gc
 import json
+import random
+import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -18,6 +20,8 @@ from tests.server_process import ServerProcess, until
 # A CPU engine's smallest; latent attention has 16.
 BLOCK_TOKENS = 32
 TOKENS = 8
+# Ends a test whose engine hangs: one starts in seconds, alone on a machine.
+START_S = 600
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,7 @@ from tests.vllm.engines import Engine
 model, extra, settings, asked = json.loads(sys.stdin.read())
 with Engine(Path(model), extra, **settings) as engine:
     answers = engine.one_by_one(asked)
+    engine.settle()
 print("ANSWERS", json.dumps([[a.tokens, a.cached, a.reason] for a in answers]))
 """
 
@@ -58,7 +63,7 @@ def answers_of_another_process(
         capture_output=True,
         text=True,
         cwd=Path(__file__).parents[2],
-        timeout=280,
+        timeout=START_S,
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -67,6 +72,18 @@ def answers_of_another_process(
         Answer(tuple(sampled), cached, reason)
         for sampled, cached, reason in json.loads(line.removeprefix("ANSWERS"))
     ]
+
+
+def free_port() -> int:
+    """Return a port that nobody has, and that no outgoing connection is given meanwhile."""
+    for port in random.SystemRandom().sample(range(12_000, 32_000), 100):
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            return port
+    raise AssertionError("no port is free")
 
 
 class Engine:
@@ -85,7 +102,8 @@ class Engine:
                 kv_connector="KvpoolConnector",
                 kv_connector_module_path="kvpool.integration.vllm.connector",
                 kv_role="kv_both",
-                kv_connector_extra_config={"lookup_timeout_s": 20, "load_timeout_s": 20, **extra},
+                # Longer than any pause of a busy machine: no clock decides a test.
+                kv_connector_extra_config={"lookup_timeout_s": 60, "load_timeout_s": 60, **extra},
                 kv_load_failure_policy="recompute",
             )
         defaults: dict[str, Any] = {
@@ -97,6 +115,7 @@ class Engine:
             "max_num_seqs": 8,
             "max_num_batched_tokens": 256,
             "num_gpu_blocks_override": 256,
+            "kv_cache_memory_bytes": 64 << 20,
             "skip_tokenizer_init": True,
             "disable_log_stats": False,
             "seed": 0,
@@ -148,14 +167,19 @@ class Engine:
         """Run prompts one after another."""
         return [self.generate(prompt)[0] for prompt in asked]
 
-    def begin(self, prompt: list[int], name: str) -> None:
-        """Hand a prompt in, and wait until the pool has said what it has of it; nothing is run."""
+    def add(self, prompt: list[int], name: str, tokens: int = TOKENS) -> str:
+        """Hand a prompt in, and return its name in the scheduler; nothing is run."""
         sampling = SamplingParams(
-            max_tokens=TOKENS, temperature=0, detokenize=False, ignore_eos=True
+            max_tokens=tokens, temperature=0, detokenize=False, ignore_eos=True
         )
         self.llm.llm_engine.add_request(name, {"prompt_token_ids": prompt}, sampling)
-        (tracked,) = self.connector._scheduler._tracked
-        until(lambda: self.connector._lookups.answer(tracked), "the answer of the lookup")
+        return str([*self.scheduler.requests][-1])
+
+    def begin(self, prompt: list[int], name: str) -> str:
+        """Hand a prompt in, and wait until the pool has said what it has of it: something."""
+        inner = self.add(prompt, name)
+        until(lambda: self.connector._lookups.answer(inner), "the answer of the lookup")
+        return inner
 
     def run_out(self) -> Answer:
         """Run what is under way to its end."""
@@ -177,9 +201,27 @@ class Engine:
         server.kill()
         return self.run_out()
 
-    def forget(self) -> None:
-        """Empty the engine's own cache; the pool keeps what it has."""
+    def settle(self) -> None:
+        """Wait until nothing is on its way into the pool: stores go on in the background."""
+
+        def at_rest(_: Any) -> bool:  # of one worker, which may be another process
+            from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+            side = get_kv_transfer_group()._worker
+            return side is None or side.saving_slots.free == side.saving_slots.count
+
+        if self.transfer is not None:
+            until(lambda: all(self.llm.collective_rpc(at_rest)), "the end of stores")
+
+    def forget(self, settled: bool = True) -> None:
+        """Empty the engine's own cache; the pool keeps what it has, after the end of all stores."""
+        if settled:
+            self.settle()
         assert self.llm.reset_prefix_cache()
+
+    def counter(self, name: str) -> int:
+        """Return one of vLLM's counters; 0 before it counted anything."""
+        return sum(metric.value for metric in self.llm.get_metrics() if metric.name == name)
 
     def free_blocks(self) -> int:
         """How many blocks of the engine's cache nobody uses."""

@@ -1,14 +1,19 @@
 """Other kinds of attention, and two workers: the same tokens, wherever the KV comes from."""
 
 import random
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from vllm import SamplingParams
 
-from kvpool.integration.vllm.shape import BlockRun
+from kvpool.base import Chain, Match
+from kvpool.block import HASH_BYTES
+from kvpool.integration.vllm.shape import BlockRun, part_chain
+from kvpool.memory import BlockView, Span
 from tests.server_process import ServerProcess
 from tests.vllm.conftest import prompts
 from tests.vllm.engines import BLOCK_TOKENS, Answer, Engine, answers_of_another_process
@@ -90,7 +95,7 @@ def test_a_server_for_two_processes(kind: Kind, tmp_path: Path) -> None:
     """Cold in one process; warm in another, whose engine is new; then the server is lost."""
     folder = tmp_path / "kvpool"
     server = ServerProcess(folder, 128 << 20)
-    extra = {"server": str(folder), "load_timeout_s": 60}
+    extra = {"server": str(folder)}
     cold = answers_of_another_process(kind.model, extra, PROMPTS, **kind.settings)
     assert tokens(cold) == tokens(kind.alone)
     assert [answer.cached for answer in cold][:4] == [0] * 4
@@ -102,7 +107,7 @@ def test_a_server_for_two_processes(kind: Kind, tmp_path: Path) -> None:
             engine.forget()
         found = engine.lose_in_mid_load(server, PROMPTS[1])
         assert found.tokens == kind.alone[1].tokens
-        engine.forget()
+        engine.forget(settled=False)
         assert tokens(engine.one_by_one(PROMPTS)) == tokens(kind.alone)
 
 
@@ -143,8 +148,8 @@ def test_two_workers(llama: Path, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"tensor_parallel_size": 2}
     hits = [ideal(prompt) for prompt in asked]
     folder = tmp_path / "kvpool"
-    server = ServerProcess(folder, 64 << 20)
-    extra = {"server": str(folder), "load_timeout_s": 60}
+    server = ServerProcess(folder, 4 << 20)
+    extra = {"server": str(folder)}
     with Engine(llama, None, **settings) as engine:
         alone = tokens(engine.one_by_one(asked))
     with Engine(llama, extra, **settings) as engine:
@@ -153,12 +158,18 @@ def test_two_workers(llama: Path, tmp_path: Path) -> None:
         engine.forget()
         warm = engine.one_by_one(asked)
         assert (tokens(warm), [answer.cached for answer in warm]) == (alone, hits)
+        for ranks in (0, 1):
+            assert _lost(engine, asked[1], kept_ranks=ranks).tokens == alone[1]
+            engine.forget()
+            assert tokens(engine.one_by_one(asked)) == alone
+            engine.forget()
+            assert engine.generate(asked[1])[0].cached == hits[1]
     with Engine(llama, extra, **settings) as engine:
         warm = engine.one_by_one(asked)
         assert (tokens(warm), [answer.cached for answer in warm]) == (alone, hits)
         engine.forget()
         assert engine.lose_in_mid_load(server, asked[1]).tokens == alone[1]
-        engine.forget()
+        engine.forget(settled=False)
         assert tokens(engine.one_by_one(asked)) == alone
         # A new server, too small for all of it.
         with ServerProcess(folder, 12 * 4 * 16384):
@@ -166,3 +177,26 @@ def test_two_workers(llama: Path, tmp_path: Path) -> None:
             for _ in range(3):
                 engine.forget()
                 assert tokens(engine.one_by_one(asked)) == alone
+
+
+def _lost(engine: Engine, prompt: list[int], kept_ranks: int) -> Answer:
+    """Lose a prompt's blocks between match and load, all but those of the first so many ranks."""
+    engine.forget()
+    failed, name = engine.counter("vllm:kvpool_failed_loads"), f"lost-{kept_ranks}"
+    request = engine.scheduler.requests[engine.begin(prompt, name)]
+    pool, shape = engine.connector._pool, engine.connector._shape
+    namespace = engine.connector._scheduler._namespace
+    blocks = ideal(prompt) // BLOCK_TOKENS
+    with ExitStack() as kept:
+        for part in shape.groups[0].parts[:kept_ranks]:  # what is leased is not evicted
+            chain = part_chain(namespace, part, request.block_hashes[:blocks])
+            assert kept.enter_context(pool.lease(Match(chain, blocks), 300)).blocks == blocks
+        count = pool.stats().slots - kept_ranks * blocks
+        memory = np.zeros(count * shape.layout.block_bytes, dtype=np.uint8)
+        others = Chain(namespace, random.Random(0).randbytes(count * HASH_BYTES))
+        source = BlockView.of_buffer(shape.layout, Span.of(memory))
+        assert pool.store(others, source, deadline_s=60).wait(60).stored == count
+    answer = engine.run_out()
+    assert engine.counter("vllm:kvpool_failed_loads") > failed
+    assert answer.cached == 0
+    return answer

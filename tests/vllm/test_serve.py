@@ -3,18 +3,17 @@
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
-import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
+from types import TracebackType
+from typing import Self
 
 import pytest
 
-from tests.server_process import ServerProcess
-from tests.vllm.engines import BLOCK_TOKENS
+from tests.server_process import ServerProcess, until
+from tests.vllm.engines import BLOCK_TOKENS, START_S, free_port
 from tests.vllm.models import add_tokenizer, make_model
 
 VLLM = Path(sys.executable).with_name("vllm")
@@ -22,14 +21,7 @@ PREFIXES, EACH, PREFIX_TOKENS, SUFFIX_TOKENS = 3, 4, 256, 48
 REQUESTS = PREFIXES * EACH
 # Of each prompt. The benchmark's words are a few tokens more than it was told: never as many as a block.
 WHOLE = (PREFIX_TOKENS + SUFFIX_TOKENS - 1) // BLOCK_TOKENS * BLOCK_TOKENS
-START_S = 240
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+OUTPUT_TOKENS = 4
 
 
 class Served:
@@ -42,7 +34,7 @@ class Served:
             "kv_connector_module_path": "kvpool.integration.vllm.connector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {"lookup_timeout_s": 20, **extra},
+            "kv_connector_extra_config": {"lookup_timeout_s": 60, "load_timeout_s": 60, **extra},
         }
         environment = os.environ | {
             "VLLM_ENABLE_V1_MULTIPROCESSING": processes,
@@ -56,6 +48,7 @@ class Served:
                     *("--port", self.base.rsplit(":", 1)[1], "--dtype", "float32"),
                     *("--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "8"),
                     *("--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", "256"),
+                    *("--kv-cache-memory-bytes", str(64 << 20)),
                     *("--kv-transfer-config", json.dumps(transfer)),
                 ],
                 stdout=stream,
@@ -71,17 +64,17 @@ class Served:
             try:
                 self.ask("/health")
                 return
-            except (urllib.error.URLError, ConnectionError):
+            except OSError:
                 try:
                     self.process.wait(1)
                 except subprocess.TimeoutExpired:
                     continue
         self.stop()
-        raise AssertionError(f"vllm serve did not start: {self.log.read_text()[-3000:]}")
+        raise AssertionError(f"vllm serve did not start: {self.log.read_text()[-12_000:]}")
 
     def ask(self, path: str, method: str = "GET") -> str:
         request = urllib.request.Request(self.base + path, method=method)
-        with urllib.request.urlopen(request, timeout=30) as answer:
+        with urllib.request.urlopen(request, timeout=60) as answer:
             return str(answer.read().decode())
 
     def counters(self) -> dict[str, float]:
@@ -92,6 +85,8 @@ class Served:
         return {name: float(value) for name, value in found}
 
     def bench(self, model: Path) -> None:
+        """Run the benchmark, until the counters know its last token."""
+        before = self.counters()["generation_tokens"]
         done = subprocess.run(
             [
                 *(str(VLLM), "bench", "serve", "--base-url", self.base, "--model", str(model)),
@@ -99,8 +94,8 @@ class Served:
                 *("--prefix-repetition-prefix-len", str(PREFIX_TOKENS)),
                 *("--prefix-repetition-suffix-len", str(SUFFIX_TOKENS)),
                 *("--prefix-repetition-num-prefixes", str(PREFIXES)),
-                *("--prefix-repetition-output-len", "4", "--max-concurrency", "1"),
-                *("--num-prompts", str(PREFIXES * EACH), "--num-warmups", "0"),
+                *("--prefix-repetition-output-len", str(OUTPUT_TOKENS), "--max-concurrency", "1"),
+                *("--num-prompts", str(REQUESTS), "--num-warmups", "0"),
             ],
             capture_output=True,
             text=True,
@@ -108,6 +103,8 @@ class Served:
             check=False,
         )
         assert done.returncode == 0, (done.stdout + done.stderr)[-3000:]
+        whole = before + REQUESTS * OUTPUT_TOKENS
+        until(lambda: self.counters()["generation_tokens"] == whole, "the count of all tokens")
 
     def stop(self) -> None:
         self.process.terminate()
@@ -117,20 +114,34 @@ class Served:
             self.process.kill()
             self.process.wait(60)
 
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.stop()
+
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Served, Path]]:
-    folder = tmp_path_factory.mktemp("serve")
-    model = make_model("llama", folder / "llama")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = make_model("llama", tmp_path_factory.mktemp("serve") / "llama")
     add_tokenizer(model)
-    with ServerProcess(folder / "kvpool", 64 << 20):
-        served = Served(model, {"server": str(folder / "kvpool")}, folder / "log")
-        yield served, model
-        served.stop()
+    return model
 
 
-def test_the_hit_rate_is_the_ideal_one(served: tuple[Served, Path]) -> None:
-    server, model = served
+def test_the_hit_rate_is_the_ideal_one(model: Path, tmp_path: Path) -> None:
+    with (
+        ServerProcess(tmp_path / "kvpool", 64 << 20),
+        Served(model, {"server": str(tmp_path / "kvpool")}, tmp_path / "log") as server,
+    ):
+        _what_can_be_hit_is_hit(server, model)
+
+
+def _what_can_be_hit_is_hit(server: Served, model: Path) -> None:
     start = server.counters()
     server.bench(model)
     first = server.counters()
@@ -155,17 +166,13 @@ def test_the_hit_rate_is_the_ideal_one(served: tuple[Served, Path]) -> None:
     assert second["kvpool_loaded_blocks"] * BLOCK_TOKENS == second["external_prefix_cache_hits"]
 
 
-def test_a_pool_in_the_engine_outlives_it_on_disk(served: tuple[Served, Path]) -> None:
+def test_a_pool_in_the_engine_outlives_it_on_disk(model: Path, tmp_path: Path) -> None:
     """One process for all, and an SSD: a second engine finds every block of the first."""
-    _, model = served
-    extra = {"dram": "32MiB", "ssd": str(model.parent / "ssd"), "ssd_bytes": "64MiB"}
+    extra = {"dram": "32MiB", "ssd": str(tmp_path / "ssd"), "ssd_bytes": "64MiB"}
     for run in range(2):
-        server = Served(model, extra, model.parent / f"log-{run}", processes="0")
-        try:
+        with Served(model, extra, tmp_path / f"log-{run}", processes="0") as server:
             server.bench(model)
             found = server.counters()
-        finally:
-            server.stop()
         local, external = found["prefix_cache_hits"], found["external_prefix_cache_hits"]
         assert found["kvpool_failed_loads"] == 0
         if run:

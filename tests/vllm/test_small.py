@@ -8,6 +8,7 @@ from tests.server_process import until
 from tests.vllm.conftest import prompts
 from tests.vllm.engines import Engine
 from tests.vllm.test_embedded import PROMPTS, at_rest, ideal, tokens
+from tests.vllm.test_moments import PARKED, moment
 
 
 def test_a_small_staging_is_enough(llama: Path) -> None:
@@ -35,11 +36,32 @@ def test_preempted_requests_go_on(llama: Path) -> None:
     with Engine(llama, None) as engine:
         wanted = [engine.generate(prompt, tokens=150)[0].tokens for prompt in asked]
     with Engine(llama, {"dram": "64MiB"}, num_gpu_blocks_override=44) as engine:
-        for _ in range(2):
-            assert tokens(engine.generate(*asked, tokens=150)) == wanted
-            at_rest(engine)
-        preempted = [m.value for m in engine.llm.get_metrics() if m.name == "vllm:num_preemptions"]
-        assert preempted[0] > 0
+        assert tokens(engine.generate(*asked, tokens=150)) == wanted
+        preempted = engine.counter("vllm:num_preemptions")
+        assert preempted > 0
+        # Each prompt was new: what was loaded is what preempted requests had computed before.
+        assert engine.counter("vllm:kvpool_loaded_blocks") > 0
+        at_rest(engine)
+        assert tokens(engine.generate(*asked, tokens=150)) == wanted
+        at_rest(engine)
+        assert _abort_the_preempted(engine, asked) > 0
+        at_rest(engine)
+        assert tokens(engine.generate(*asked, tokens=150)) == wanted
+        at_rest(engine)
+
+
+def _abort_the_preempted(engine: Engine, asked: list[list[int]]) -> int:
+    """Abort each request that was preempted, waiting or loading what it had; return how many."""
+    core, requests = engine.llm.llm_engine, engine.scheduler.requests
+    names = {engine.add(prompt, f"p{at}", 150): f"p{at}" for at, prompt in enumerate(asked)}
+    aborted = 0
+    while core.has_unfinished_requests():
+        core.step()
+        for inner in [name for name, one in requests.items() if one.num_preemptions]:
+            if moment(engine, inner) in {"PREEMPTED", PARKED, "loaded"}:
+                core.abort_request([names[inner]])
+                aborted += 1
+    return aborted
 
 
 def test_a_step_that_raises_stores_nothing(llama: Path) -> None:
