@@ -28,8 +28,24 @@ static void until_asleep(kvp_bell *bell)
     CHECK(atomic_load(&bell->asleep));
 }
 
+/* What came before it was seen to be asleep woke nobody: then it must not sleep. */
+static void test_none_is_lost_on_the_way_to_sleep(void)
+{
+    kvp_bell *bell;
+    CHECK(kvp_bell_open(&bell) == KVP_OK);
+    kvp_bell_ring(bell);
+    sleep_long(bell);
+    CHECK(!atomic_load(&bell->asleep));
+    kvp_bell_hush(bell);
+    kvp_bell_end(bell);
+    sleep_long(bell);
+    CHECK(!atomic_load(&bell->asleep));
+    kvp_bell_close(bell);
+}
+
 int main(void)
 {
+    test_none_is_lost_on_the_way_to_sleep();
     kvp_bell *bell;
     pthread_t listener;
     CHECK(kvp_bell_open(&bell) == KVP_OK);

@@ -122,6 +122,21 @@ static void test_layers_of_a_block(void)
     free(alone.bytes);
 }
 
+/* Of several bad blocks the first counts, whoever tells of it last. */
+static void test_the_first_bad_block_ends_a_job(void)
+{
+    kvp_crew *crew;
+    CHECK(kvp_crew_open(0, &crew) == KVP_OK);
+    const size_t turns[][2] = {{3, 7}, {7, 3}};
+    for (size_t i = 0; i < 2; i++) {
+        copy_job job = {.block_count = 10, .run_count = 10, .good = 10};
+        end_before(crew, &job, turns[i][0], KVP_CORRUPT);
+        end_before(crew, &job, turns[i][1], KVP_CORRUPT);
+        CHECK(job.good == 3 && job.status == KVP_CORRUPT && job.next == job.run_count);
+    }
+    kvp_crew_close(crew);
+}
+
 static void test_edges(void)
 {
     kvp_crew *crew;
@@ -152,6 +167,7 @@ int main(void)
     test_callers(3, 4);
     test_callers(3, 70); /* 4 blocks of 24, 24 and 22 layers */
     test_layers_of_a_block();
+    test_the_first_bad_block_ends_a_job();
     test_edges();
     return 0;
 }

@@ -327,6 +327,29 @@ static void test_parents_in_a_circle_can_go(void)
     kvp_ledger_close(ledger);
 }
 
+static void test_a_slot_that_is_named_twice_holds_the_first_block(void)
+{
+    kvp_ledger *ledger;
+    uint32_t slots[2];
+    uint64_t lives[2];
+    uint8_t keys[2][HASH_BYTES];
+    const uint8_t none[2][HASH_BYTES] = {{0}};
+    bool added[2];
+    size_t bad;
+    for (int i = 0; i < 2; i++)
+        memcpy(keys[i], name_of(i), HASH_BYTES);
+    CHECK(kvp_ledger_open(SLOTS, 1, &ledger) == KVP_OK);
+    CHECK(kvp_ledger_reserve(ledger, 1, false, slots, lives) == 1);
+    slots[1] = slots[0], lives[1] = lives[0];
+    CHECK(kvp_ledger_commit(ledger, slots, lives, keys[0], none[0], 2, added, &bad) == KVP_OK);
+    CHECK(added[0] && !added[1]);
+    CHECK(kvp_ledger_match(ledger, keys[0], 1) == 1 && kvp_ledger_match(ledger, keys[1], 1) == 0);
+    kvp_ledger_counts counts;
+    kvp_ledger_count(ledger, &counts);
+    CHECK(counts.ready == 1 && counts.reserved == 0 && counts.free == SLOTS - 1);
+    kvp_ledger_close(ledger);
+}
+
 static void test_only_whole_chains_are_rooted(void)
 {
     uint8_t keys[5][HASH_BYTES];
@@ -478,6 +501,7 @@ int main(void)
     kvp_ledger_close(NULL);
     test_against_the_model();
     test_parents_in_a_circle_can_go();
+    test_a_slot_that_is_named_twice_holds_the_first_block();
     test_only_whole_chains_are_rooted();
     test_run();
     test_restored_blocks_are_as_before();

@@ -1,4 +1,4 @@
-/* How reads are cut into asks. Run by tests/native under a sanitizer. */
+/* How reads are cut into asks, and which asks are answered. Run by tests/native under a sanitizer. */
 #include "../src/ucx_engine.h"
 #include "check.h"
 
@@ -34,8 +34,43 @@ static size_t cut_all(const kvp_ucx_job *job, size_t window, bool gets, size_t m
     return asks;
 }
 
+/* One lie at a time: none that leaves the slot, the region, its checksums or the inbox part is sound. */
+static void test_what_may_be_asked(void)
+{
+    enum { BYTES = 1000, INBOX = 2 * BYTES, CRCS = 2 * KVP_ASK_CRCS_MAX };
+    const kvp_ucx_region region = {.slot_count = 4, .slot_bytes = BYTES, .crc_count = CRCS};
+    const kvp_wire_ask ask = {.at = BYTES, .count = 1};
+    const kvp_wire_item item = {.slot = 3, .size = BYTES}, part = {.offset = 1, .size = BYTES - 1};
+    CHECK(kvp_ask_sound(&ask, &item, &region, INBOX));
+    CHECK(kvp_ask_sound(&ask, &part, &region, INBOX));
+    const kvp_wire_item items[] = {
+        {.slot = 4, .size = 1},          {.slot = UINT32_MAX, .size = 1},
+        {.size = 0},                     {.size = BYTES + 1},
+        {.size = UINT32_MAX},            {.offset = 1, .size = BYTES},
+        {.offset = BYTES, .size = 1},    {.offset = UINT64_MAX, .size = 1},
+        {.offset = UINT64_MAX, .size = BYTES},
+    };
+    for (size_t i = 0; i < sizeof items / sizeof *items; i++)
+        CHECK(!kvp_ask_sound(&ask, &items[i], &region, UINT64_MAX));
+    const kvp_wire_ask asks[] = {
+        {.at = BYTES + 1, .count = 1},
+        {.at = INBOX + 1, .count = 1},
+        {.at = UINT64_MAX, .count = 1},
+        {.count = 1, .first_crc = CRCS, .crc_count = 1},
+        {.count = 1, .first_crc = UINT32_MAX, .crc_count = UINT32_MAX},
+        {.count = 1, .crc_count = KVP_ASK_CRCS_MAX + 1},
+    };
+    for (size_t i = 0; i < sizeof asks / sizeof *asks; i++)
+        CHECK(!kvp_ask_sound(&asks[i], &item, &region, INBOX));
+    const kvp_wire_item three[] = {item, item, item};
+    const kvp_wire_ask several = {.count = 3};
+    CHECK(kvp_ask_sound(&several, three, &region, 3 * BYTES));
+    CHECK(!kvp_ask_sound(&several, three, &region, 3 * BYTES - 1));
+}
+
 int main(void)
 {
+    test_what_may_be_asked();
     static uint32_t regions[SLOTS], slots[SLOTS];
     static uint64_t lives[SLOTS];
     for (uint32_t i = 0; i < SLOTS; i++) {
