@@ -231,11 +231,10 @@ class Waiting:
 def test_what_is_stored_for_a_client_that_has_gone_is_not_held_for_it() -> None:
     waiting = Waiting()
     with running(holdings=waiting) as service, service.connect() as watcher:
-        with closing(Storer(service)) as storer:
+        target = Place.of_run_dir(service.run_dir).target
+        with closing(Storer(service)) as storer, closing(Caller(target)) as caller:
             hashes = chain_of(watcher, 1, BLOCKS).hashes
-            asked = storer.link.caller.ask(
-                protocol.STORE, storer.request(hashes, hold_s=50.0), WAIT_S
-            )
+            asked = caller.ask(protocol.STORE, storer.request(hashes, hold_s=50.0), WAIT_S)
             assert waiting.told.wait(WAIT_S)
             assert storer.link.endpoint is not None
             storer.link.endpoint.close()  # the call goes on: its channel is another one
