@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from types import TracebackType
 from typing import Final, Self
 
@@ -32,6 +33,9 @@ class Readers:
         loads: Loads that ended, with whatever came.
         whole: Those in which all blocks came.
         longest_s: The longest of match, lease and load together.
+        longest: What it was made of, for a person.
+        starved_s: The longest that a thread here had to wait beyond a millisecond of sleep meanwhile:
+            what the machine, not a pool, makes everybody wait.
     """
 
     def __init__(
@@ -43,27 +47,49 @@ class Readers:
         self._end = threading.Event()
         self._lock = threading.Lock()
         self.loads = self.whole = 0
-        self.longest_s = 0.0
-        self._threads = ThreadPoolExecutor(threads)
+        self.longest_s = self.starved_s = 0.0
+        self.longest = ""
+        self._threads = ThreadPoolExecutor(threads + 1)
         self._running = [self._threads.submit(self._read, number) for number in range(threads)]
+        self._running.append(self._threads.submit(self._nap))
 
     def _read(self, first: int) -> None:
         turn = first
         while not self._end.is_set():
             number = self._numbers[turn % len(self._numbers)]
             turn += 1
-            began = time.monotonic()
-            came = load_checked(self._pool, number, self._blocks)
-            took_s = time.monotonic() - began
+            steps = [time.monotonic()]
+            came = load_checked(self._pool, number, self._blocks, steps)
+            steps.append(time.monotonic())
+            took_s = steps[-1] - steps[0]
             with self._lock:
                 self.loads += 1
                 self.whole += came == self._blocks
-                self.longest_s = max(self.longest_s, took_s)
+                if took_s > self.longest_s:
+                    self.longest_s = took_s
+                    parts = (end - begin for begin, end in pairwise(steps))
+                    self.longest = " + ".join(f"{part * 1e3:.0f}" for part in parts) + " ms"
+
+    def _nap(self) -> None:
+        while not self._end.is_set():
+            began = time.monotonic()
+            time.sleep(0.001)
+            late_s = time.monotonic() - began - 0.001
+            with self._lock:
+                self.starved_s = max(self.starved_s, late_s)
 
     def forget_longest(self) -> None:
         """Begin anew to look for the longest."""
         with self._lock:
-            self.longest_s = 0.0
+            self.longest_s = self.starved_s = 0.0
+
+    def told(self) -> str:
+        """Say what the longest was, and what it was made of: match, lease, load."""
+        with self._lock:
+            return (
+                f"{self.longest_s * 1e3:.0f} ms ({self.longest}; "
+                f"a sleeper was late by {self.starved_s * 1e3:.0f} ms)"
+            )
 
     def __enter__(self) -> Self:
         return self
@@ -81,10 +107,19 @@ class Readers:
                 one.result()  # bytes that differed are raised here
 
 
-def load_checked(pool: ClusterPool, number: int, blocks: int) -> int:
-    """Match, lease and load a chain; return how many blocks came. What came must be right."""
+def load_checked(
+    pool: ClusterPool, number: int, blocks: int, steps: list[float] | None = None
+) -> int:
+    """Match, lease and load a chain; return how many blocks came. What came must be right.
+
+    When the match and the lease were there is added to ``steps``.
+    """
+    noted = [] if steps is None else steps
     try:
-        with pool.lease(pool.match(chain_of(pool, number, blocks)), LEASE_S) as lease:
+        match = pool.match(chain_of(pool, number, blocks))
+        noted.append(time.monotonic())
+        with pool.lease(match, LEASE_S) as lease:
+            noted.append(time.monotonic())
             if not lease.blocks:
                 return 0
             out = np.zeros((lease.blocks, LAYOUT.block_bytes), dtype=np.uint8)

@@ -194,7 +194,7 @@ def test_every_lookup_is_answered_while_the_ring_changes(
                 # Readers go by the ring with it a little later.
                 until(lambda: len(pool.nodes()) == 3, "the pool is connected to it")
                 seen = len(asked)
-                until(lambda: len(asked) > seen + count(200, 20_000), "look-ups go on")
+                until(lambda: len(asked) > seen + count(200, 4_000), "look-ups go on")
             finally:
                 changing.set()
             asking.result(WAIT_S)
