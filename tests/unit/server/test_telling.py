@@ -13,6 +13,7 @@ from kvpool.block import NodeId
 from kvpool.client import protocol
 from kvpool.client.access import OPEN
 from kvpool.client.rpc_service import Service
+from kvpool.index.directory import Kind
 from kvpool.index.ring import Ring
 from kvpool.metrics import Metrics
 from kvpool.server.naming import Naming
@@ -29,18 +30,29 @@ class Forgetful(Naming):
         raise MemoryError("no room for all the names")
 
 
+class Noting(Naming):
+    """Notes who is to be told everything anew."""
+
+    lost = 0
+
+    def lose(self, node: NodeId, untold: tuple[Kind, bytes] = ("stored", b"")) -> None:
+        type(self).lost += 1
+        super().lose(node, untold)
+
+
 def _run(
     kind: type[Naming],
     play: Callable[[Teller, list[protocol.AnnounceRequest]], Awaitable[None]],
     *,
     at: str = "sock",
+    runs_of: int = 1 << 30,
 ) -> None:
     async def main(folder: str) -> None:
         heard: list[protocol.AnnounceRequest] = []
 
         async def hear(request: protocol.AnnounceRequest) -> protocol.AnnounceReply:
             heard.append(request)
-            return protocol.AnnounceReply(incarnation=b"i" * 16)
+            return protocol.AnnounceReply(incarnation=bytes([len(heard) // runs_of]) * 16)
 
         service = Service()
         service.add(protocol.ANNOUNCE, hear)
@@ -117,3 +129,17 @@ def test_an_operator_is_told_once_of_a_node_that_is_not_where_it_is_said_to_be(
     (warning,) = said()
     assert "node b has not been reached at unix:" in warning
     assert "listen.advertise" in warning
+
+
+@pytest.mark.parametrize(("runs_of", "anew"), [(1 << 30, False), (4, True)])
+def test_a_node_that_forgot_between_two_announcements_is_told_everything_anew(
+    runs_of: int, anew: bool
+) -> None:
+    """It was restarted so quickly that none of them failed: only its answer says so."""
+
+    async def play(teller: Teller, heard: list[protocol.AnnounceRequest]) -> None:
+        await _until(lambda: len(heard) > 6)
+        assert (Noting.lost > 0) == anew
+
+    Noting.lost = 0
+    _run(Noting, play, runs_of=runs_of)
