@@ -84,7 +84,7 @@ $(VLLM)/.native: pyproject.toml $(NATIVE) | $(VLLM)/.installed
 env-vllm: $(VLLM)/.installed $(VLLM)/.native  ## Make the environment of vLLM in .venv-vllm
 
 test-vllm: env-vllm  ## The connector in the real vLLM, on a CPU (tests/vllm), as CI runs it
-	$(VLLM)/bin/python -m pytest -o filterwarnings=default -o faulthandler_timeout=300 -o timeout=900 --durations=10 tests/vllm $(ARGS)
+	tests/vllm/with_shm.sh $(VLLM)/bin/python -m pytest -o filterwarnings=default -o faulthandler_timeout=300 -o timeout=900 --durations=10 tests/vllm $(ARGS)
 
 # LMCache beside vLLM, for `kvpool bench engines` alone: its packages first, then all of $(VLLM).
 LMCACHE ?= .venv-lmcache
