@@ -8,7 +8,7 @@ import difflib
 import re
 import tomllib
 from pathlib import Path
-from typing import Annotated, Final, get_args, get_origin, get_type_hints
+from typing import Annotated, Final, cast, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -53,10 +53,10 @@ def parse_settings(text: str) -> FileSettings:
 def _require_plain(value: object, key: str) -> None:
     """Raise ConfigError for a text with a NUL character: no path, name or address has one."""
     if isinstance(value, dict):
-        for name, each in value.items():
+        for name, each in cast("dict[str, object]", value).items():
             _require_plain(each, f"{key}.{name}".strip("."))
     elif isinstance(value, list):
-        for each in value:
+        for each in cast("list[object]", value):
             _require_plain(each, key)
     elif isinstance(value, str) and "\0" in value:
         raise ConfigError(f"{key}: {value[:80]!r} has a NUL character: remove it", key=key)
