@@ -145,7 +145,14 @@ class Gathering:
         deadline = Deadline(deadline_s)
         self._operations.enter()
         # Now: the lease may be closed as soon as this returns.
-        pulls = self._begin(lease, dest, first, deadline, running)
+        try:
+            pulls = self._begin(lease, dest, first, deadline, running)
+        except BaseException:
+            try:
+                end_all(running.pulls)
+            finally:
+                self._operations.leave()
+            raise
 
         def work() -> int:
             good = self._load(pulls, lease, dest, first, deadline, running)

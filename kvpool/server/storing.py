@@ -267,7 +267,9 @@ def _check_names(request: protocol.StoreRequest) -> int:
             f"a store of {len(request.hashes)} bytes of hashes behind {len(request.ancestors)}: "
             f"whole hashes of {HASH_BYTES}, one or more"
         )
-    if not (math.isfinite(request.timeout_s) and 0 < request.timeout_s <= protocol.STORE_TIMEOUT_MAX_S):
+    if not (
+        math.isfinite(request.timeout_s) and 0 < request.timeout_s <= protocol.STORE_TIMEOUT_MAX_S
+    ):
         raise UsageError(f"a store within {request.timeout_s} s: above 0, at most 600")
     return count
 

@@ -2,13 +2,16 @@
 
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, cast
 
 import pytest
 
 from kvpool.base import StoreResult
-from kvpool.client.gathering import end_all, given_up
+from kvpool.client.gathering import Gathering, end_all, given_up
 from kvpool.client.placing import ends_of
-from kvpool.completion import CompletionSource
+from kvpool.completion import Completion, CompletionSource
+from kvpool.config import TransferConfig
 from kvpool.errors import (
     CancelledTransferError,
     InternalError,
@@ -16,6 +19,12 @@ from kvpool.errors import (
     PeerUnreachableError,
     UsageError,
 )
+from kvpool.testing.blocks import SMALL_LAYOUT, view_of
+from kvpool.testing.pair import empty
+
+if TYPE_CHECKING:
+    from kvpool.client.nodes import Nodes
+    from kvpool.client.parts import ClusterLease, Leaser
 
 WAIT_S = 20.0
 
@@ -96,6 +105,41 @@ def test_pulls_are_all_cancelled_and_then_waited_for() -> None:
     assert call.goes_on()
     second.finish(2)
     assert call.ended()
+
+
+def test_a_load_whose_second_part_does_not_begin_leaves_nothing_under_way() -> None:
+    """Whatever it raises: the first part writes no more, and the pool can close."""
+    source: CompletionSource[int] = CompletionSource()
+
+    def load(part: str, *_: object, **__: object) -> Completion[int]:
+        if part == "second":
+            raise RuntimeError("a bug")
+        return source.completion
+
+    node = SimpleNamespace(pool=SimpleNamespace(load=load))
+    parts = [
+        SimpleNamespace(begin=at, end=at + 1, node=node, lease=name)
+        for at, name in enumerate(["first", "second"])
+    ]
+    gathering = Gathering(cast("Nodes", None), cast("Leaser", None), SMALL_LAYOUT, TransferConfig())
+    dest = view_of(SMALL_LAYOUT, empty(SMALL_LAYOUT, 2))
+    lease = cast("ClusterLease", SimpleNamespace(parts=parts))
+    call = Beside(lambda: _error_of(lambda: gathering.start(lease, dest, 0, WAIT_S)))
+    assert call.goes_on()
+    assert source.cancel_requested
+    source.cancelled()
+    assert call.ended()
+    assert isinstance(call.returned, RuntimeError)
+    assert gathering._operations._count == 0
+    gathering.join()
+
+
+def _error_of(call: Callable[[], object]) -> RuntimeError | None:
+    try:
+        call()
+    except RuntimeError as error:
+        return error
+    return None
 
 
 def _listed(found: object) -> list[object]:
