@@ -161,7 +161,7 @@ def _row(node: Node, found: dict[str, int] | str) -> dict[str, int | str]:
     if isinstance(found, str):
         return {**row, "state": "down", "trouble": found}
     row["state"] = "up" if found.get("slots") else "empty"
-    for name in ("slots", "ready", "leases", "clients", "quarantined"):
+    for name in ("slots", "ready", "leases", "clients", "clients_by_streams", "quarantined"):
         row[name] = found.get(name, 0)
     return row
 

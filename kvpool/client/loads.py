@@ -15,7 +15,8 @@ from typing import Final
 from kvpool.base import Chain, Lease
 from kvpool.block import BlockLayout
 from kvpool.client import protocol
-from kvpool.client.link import Link, LinkKeeper
+from kvpool.client.keeper import LinkKeeper
+from kvpool.client.link import Link
 from kvpool.client.streams import join
 from kvpool.clock import Clock
 from kvpool.completion import Completion, CompletionSource, Deadline

@@ -27,7 +27,8 @@ from kvpool.base import (
 )
 from kvpool.block import HASH_BYTES, BlockLayout, Namespace
 from kvpool.client import protocol
-from kvpool.client.link import Link, LinkKeeper, Place
+from kvpool.client.keeper import LinkKeeper
+from kvpool.client.link import STREAMS, Link, Place
 from kvpool.client.loads import Loads, RemoteLease
 from kvpool.client.rpc import Caller, Method, Reply, Request
 from kvpool.client.stores import Stores
@@ -46,6 +47,7 @@ from kvpool.errors import (
 )
 from kvpool.memory import BlockView
 from kvpool.pool import hash_tokens
+from kvpool.transfer.choice import TRANSPORT_KINDS
 from kvpool.transfer.host_endpoint import HostEndpoint
 
 logger = logging.getLogger(__name__)
@@ -203,8 +205,11 @@ class RemotePool(BlockPool):
         """Ask the server, for at most ``request_timeout_s``. See ``BlockPool``."""
         self._require_open()
         reply = self._answer(protocol.STATS, protocol.Done(), self._keeper.link())
+        keeper, way = self._keeper, self._keeper.way()
         with self._lock:
-            own = {"client_losses": self._keeper.losses, "client_unreachable": self._unreachable}
+            own = {"client_losses": keeper.losses, "client_unreachable": self._unreachable}
+        own["client_bettered"] = keeper.bettered
+        own.update({f"client_by_{kind}": int(kind == way) for kind in (*TRANSPORT_KINDS, STREAMS)})
         return PoolStats(**dict(reply.stats), extra={**dict(reply.extra), **own})
 
     def wait_connected(self, timeout_s: float) -> None:

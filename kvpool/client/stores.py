@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from kvpool.base import Chain, StoreResult
 from kvpool.block import HASH_BYTES
 from kvpool.client import protocol
-from kvpool.client.link import Link, LinkKeeper
+from kvpool.client.keeper import LinkKeeper
+from kvpool.client.link import Link
 from kvpool.client.staging import Batch
 from kvpool.client.streams import BATCH_BYTES, send_stream
 from kvpool.completion import Completion, CompletionSource, Deadline

@@ -220,6 +220,7 @@ class PoolService:
         pool = self._served.opened()
         extra = {
             "clients": len(self.sessions),
+            "clients_by_streams": self.sessions.by_streams(),
             "clients_lost": self._clients_lost,
             "stores": self._storing.under_way,
             "stores_aborted": self._storing.aborted,

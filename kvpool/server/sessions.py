@@ -72,6 +72,10 @@ class Sessions:
         """Return how many clients are connected and greeted."""
         return sum(session.greeted for session in self._sessions.values())
 
+    def by_streams(self) -> int:
+        """Return how many of them have no connection of a transport: their bytes go the slowest way."""
+        return sum(s.greeted and s.endpoint is None for s in self._sessions.values())
+
     def on_connect(self, endpoint: Endpoint) -> None:
         """Take a new connection. From the transport's thread."""
         heard: deque[bytes] = deque()
