@@ -93,6 +93,7 @@ def test_the_suite_fails_on_a_tier_that_forgets_parents() -> None:
 
     assert failing_tests(TestGpuTier(), fresh) == [
         "test_a_block_goes_before_its_ancestors",
+        "test_a_commit_that_does_not_fit_changes_nothing",
         "test_a_pinned_block_and_its_ancestors_stay",
         "test_branches_go_before_their_common_parent",
     ]
