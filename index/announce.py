@@ -87,11 +87,10 @@ class Announcer:
         runs = run_names(hashes[: held * HASH_BYTES])
         self._add(runs[first // RUN_BLOCKS * HASH_BYTES :])
 
-    def removed(self, block: BlockHash) -> None:
-        """Take note that a block left the store, and with it the run that it ends."""
-        for name in (block, run_name(block)):
-            if self._names.remove(name):
-                self._take_back(name)
+    def removed(self, blocks: bytes) -> None:
+        """Take note that blocks left the store, and with each the run that it ends."""
+        for names in (blocks, (_bytes_of(blocks) ^ _RUN_MARK).tobytes()):
+            self._take_back(self._names.drop(names))
 
     def denied(self, block: BlockHash) -> None:
         """Take note that somebody was told of a block that is not here: it is taken back, known or not."""
@@ -275,12 +274,14 @@ class Announcer:
             del self._pending[node]
             self._behind.add(node)
 
-    def _take_back(self, name: BlockHash) -> None:
-        """Tell a name's owners that it left; who owned it before may have it still, and own it again."""
-        for ring in (self._ring, *self._former):
-            for node in ring.owners(name, self._owners):
-                if node in self._ring.nodes:
-                    self._tell(node, name, "removed")
+    def _take_back(self, names: bytes) -> None:
+        """Tell names' owners that they left; who owned one before may have it still, and own it again."""
+        cut = _cut(names)
+        for ring in (self._ring, *self._former) if names else ():
+            for name, owners in zip(cut, ring.owners_of(names, self._owners), strict=True):
+                for node in owners:
+                    if node in self._ring.nodes:
+                        self._tell(node, name, "removed")
 
     def _keep_removals(self, node: NodeId, queued: Mapping[BlockHash, Kind]) -> None:
         kept: dict[BlockHash, Kind] = {

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from kvpool.block import HASH_BYTES, BlockHash, NodeId
 from kvpool.errors import CapacityError, StaleIncarnationError, UsageError
@@ -123,14 +124,19 @@ class Directory:
         room = self._capacity - len(self._table)
         if len(keys) > room and sum(self._table.get(key) is None for key in set(keys)) > room:
             raise CapacityError(f"the directory holds {self._capacity} names: give it more room")
-        new = bytearray()
-        for key in keys:
-            stores = self._stores(key)
+        # All at once what nobody held, which is nearly all there is.
+        if len(keys) <= room:
+            new = self._put_new(names, (store,))
+        else:
+            new = np.zeros(len(keys), dtype=np.bool_)
+        for at in np.flatnonzero(~new).tolist():
+            stores = self._stores(keys[at])
             if store not in stores:
-                self._put(key, (*stores[-(REPLICAS_MAX - 1) :], store))
-                new += key
-        self._tell("stored", store, bytes(new))
-        return len(new) // HASH_BYTES
+                self._put(keys[at], (*stores[-(REPLICAS_MAX - 1) :], store))
+                new[at] = True
+        rows = np.frombuffer(names, dtype=np.uint8).reshape(-1, HASH_BYTES)
+        self._tell("stored", store, rows[new].tobytes())
+        return int(new.sum())
 
     def withdraw(self, store: Store, names: bytes) -> int:
         """Take note of names that a store no longer holds. Returns how many it had here.
@@ -138,12 +144,22 @@ class Directory:
         Raises StaleIncarnationError and UsageError as ``announce`` does.
         """
         self._require(store)
-        gone = bytearray()
-        for key in _split(names):
-            stores = self._stores(key)
-            if store in stores:
+        keys = list(dict.fromkeys(_split(names)))
+        gone, last = bytearray(), bytearray()
+        numbers: list[int] = []
+        for key, number in zip(keys, self._table.find(b"".join(keys)), strict=True):
+            stores = () if number is None else self._lists[number]
+            if number is None or store not in stores:
+                continue
+            gone += key
+            if len(stores) == 1:
+                last += key
+                numbers.append(number)
+            else:
                 self._put(key, tuple(one for one in stores if one != store))
-                gone += key
+        self._table.drop(bytes(last))
+        for number in numbers:
+            self._unused(number)
         self._tell("removed", store, bytes(gone))
         return len(gone) // HASH_BYTES
 
@@ -193,6 +209,15 @@ class Directory:
             self._table.remove(key)
         if before is not None:
             self._unused(before)
+
+    def _put_new(self, names: bytes, stores: Stores) -> NDArray[np.bool_]:
+        """Give those names a list that have none; say of each whether it had none. There is room."""
+        number = self._numbered(stores)
+        count = len(names) // HASH_BYTES
+        new = self._table.add(names, np.full(count, number, dtype=np.uint64))
+        self._uses[number] += int(new.sum()) + 1
+        self._unused(number)  # the one too many: a list that got no name is forgotten
+        return new
 
     def _numbered(self, stores: Stores) -> int:
         number = self._numbers.get(stores)

@@ -63,6 +63,16 @@ class PrefixIndex:
         """Forget ``key``. Returns False if it was not there."""
         return lib.kvp_table_remove(self._table, _whole(key), 1, ffi.NULL) == 1
 
+    def drop(self, keys: bytes) -> bytes:
+        """Forget those of the keys (32 bytes each, concatenated) that are there; return them."""
+        start, count, at = ffi.from_buffer("uint8_t[]", keys), _count(keys), 0
+        dropped = bytearray()
+        while at < count:
+            gone = lib.kvp_table_remove(self._table, start + at * HASH_BYTES, count - at, ffi.NULL)
+            dropped += keys[at * HASH_BYTES : (at + gone) * HASH_BYTES]
+            at += gone + 1  # and past the one that is not there
+        return bytes(dropped)
+
     def take(self, keys: bytes) -> NDArray[np.uint64]:
         """Forget the leading keys that are there; return their numbers."""
         found = np.empty(_count(keys), dtype=np.uint64)
@@ -80,6 +90,21 @@ class PrefixIndex:
         values = ffi.from_buffer("uint64_t[]", found, require_writable=True)
         count = lib.kvp_table_match(self._table, keys, len(found), values)
         return found[:count]
+
+    def find(self, keys: bytes) -> list[int | None]:
+        """Return of each key its number, or None if it is not there."""
+        start, count = ffi.from_buffer("uint8_t[]", keys), _count(keys)
+        values = np.empty(count, dtype=np.uint64)
+        numbers = ffi.from_buffer("uint64_t[]", values, require_writable=True)
+        found: list[int | None] = []
+        while (at := len(found)) < count:
+            here = lib.kvp_table_match(
+                self._table, start + at * HASH_BYTES, count - at, numbers + at
+            )
+            found += values[at : at + here].tolist()
+            if at + here < count:
+                found.append(None)
+        return found
 
     def sweep(self, dead: NDArray[np.bool_]) -> int:
         """Forget every key whose number n is ``dead[n]``. Returns how many. Linear in capacity."""

@@ -299,6 +299,8 @@ class Metrics:
         metrics = [metric for metric in METRICS if metric.wing in self._wings]
         self._specs = {metric.name: metric for metric in metrics}
         self._counters: dict[str, Counter] = {}
+        # With their labels, once they were counted: there are events of every block that leaves.
+        self._counted: dict[tuple[str, tuple[tuple[str, str], ...]], Counter] = {}
         self._gauges: dict[str, Gauge] = {}
         self._histograms: dict[str, Histogram] = {}
         for metric in metrics:
@@ -316,9 +318,12 @@ class Metrics:
 
     def count(self, name: str, amount: float = 1, **labels: str) -> None:
         """Add to a counter. Raises UsageError for an unknown name or label value."""
-        values = self._values(name, "counter", labels)
-        counter = self._counters[name]
-        (counter.labels(*values) if values else counter).inc(amount)
+        key = name, tuple(labels.items())
+        if (counter := self._counted.get(key)) is None:
+            values = self._values(name, "counter", labels)
+            counter = self._counters[name]
+            counter = self._counted[key] = counter.labels(*values) if values else counter
+        counter.inc(amount)
 
     def set(self, name: str, value: float, **labels: str) -> None:
         """Set a gauge. Raises UsageError for an unknown name or label value."""

@@ -33,6 +33,8 @@ Result = TypeVar("Result")
 _SETTLED_S: Final = 2 * MOVED_S
 # Changes of the ring that may wait for their turn; with more, everybody is told everything anew.
 _MOVES_MAX: Final = 8
+# Names of blocks that left, taken back at once: the event loop, which answers stores, stands for 2 ms.
+_REMOVED_MAX: Final = 256
 
 
 class Naming:
@@ -218,8 +220,8 @@ class Naming:
 
     async def _remove(self, names: list[BlockHash]) -> None:
         """Take back names whose blocks are not here, some at a time."""
-        for at in range(0, len(names), NAMES_MAX):
-            self._remove_some(names[at : at + NAMES_MAX])
+        for at in range(0, len(names), _REMOVED_MAX):
+            self._remove_some(names[at : at + _REMOVED_MAX])
             await asyncio.sleep(0)
 
     def _remove_some(self, names: list[BlockHash]) -> None:
@@ -228,9 +230,7 @@ class Naming:
         if announcer is None or tier is None or self._closed:
             return
         try:
-            for name in names:
-                if not tier.match(name):
-                    announcer.removed(name)
+            announcer.removed(b"".join(name for name in names if not tier.match(name)))
         except KVPoolError:
             return  # closed
         self._spread()

@@ -104,9 +104,9 @@ def test_whoever_owns_a_name_knows_in_the_end_what_is_here_and_what_left(
             announcer.stored(chain(4, number), 0, 4)
             here.update(cut(chain(4, number)))
         elif kind == "remove":
-            for block in cut(chain(4, number))[2:]:
-                announcer.removed(block)
-                here.discard(block)
+            left = cut(chain(4, number))[2:]
+            announcer.removed(b"".join(left))
+            here.difference_update(left)
         elif kind == "forgot":
             known[node].clear()
             announcer.lose(node)

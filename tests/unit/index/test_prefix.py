@@ -1,3 +1,5 @@
+import random
+
 import pytest
 
 from kvpool.errors import CapacityError, UsageError
@@ -32,6 +34,23 @@ def test_match_is_the_leading_run_and_never_skips_a_hole() -> None:
     assert index.numbers(b"").tolist() == []
 
 
+def test_many_keys_are_found_and_dropped_wherever_they_are() -> None:
+    rng = random.Random("gaps")
+    for _ in range(200):
+        there = {number: rng.randrange(1 << 64) for number in range(40) if rng.random() < 0.7}
+        index = PrefixIndex(40)
+        for number, value in there.items():
+            index.put(key(number), value)
+        asked = [rng.randrange(40) for _ in range(rng.randrange(30))]  # some of them twice
+        assert index.find(keys(*asked)) == [there.get(number) for number in asked]
+        left = [number for number in dict.fromkeys(asked) if number in there]
+        assert index.drop(keys(*asked)) == keys(*left)
+        assert len(index) == len(there) - len(left)
+        assert index.match(keys(*(there.keys() - set(asked)))) == len(index)
+        assert index.drop(keys(*asked)) == b""
+    assert (PrefixIndex(1).find(b""), PrefixIndex(1).drop(b"")) == ([], b"")
+
+
 def test_a_full_index_refuses_and_still_overwrites() -> None:
     index = PrefixIndex(2)
     index.put(key(0), 0)
@@ -50,7 +69,10 @@ def test_large_numbers_are_kept() -> None:
 
 def test_keys_that_are_not_whole_are_refused() -> None:
     index = PrefixIndex(2)
-    for call in (index.match, index.numbers, index.get, index.remove):
+    for call in (
+        *(index.match, index.numbers, index.get),
+        *(index.remove, index.drop, index.find),
+    ):
         with pytest.raises(UsageError):
             call(key(0)[:31])  # type: ignore[arg-type]  # bytes, not a hash
     with pytest.raises(UsageError):

@@ -16,6 +16,7 @@ from kvpool.block import HASH_BYTES, BlockLayout, NodeId, new_incarnation, sha25
 from kvpool.index.announce import OWNERS, run_names
 from kvpool.index.ring import Ring
 from kvpool.metrics import Metrics
+from kvpool.reservation import Reservation
 from kvpool.server.naming import Naming
 from kvpool.tiers.dram import DramTier
 
@@ -40,6 +41,13 @@ class Watched(Ring):
 
 def _cut(names: bytes) -> list[bytes]:
     return [names[at : at + HASH_BYTES] for at in range(0, len(names), HASH_BYTES)]
+
+
+def _put(tier: DramTier, hashes: bytes) -> None:
+    """Have a tier hold blocks of nothing."""
+    count = len(hashes) // HASH_BYTES
+    crcs = np.zeros((count, LAYOUT.num_layers, LAYOUT.kv_heads), dtype=np.uint32)
+    assert Reservation(tier, hashes, None).finish(crcs).new == count
 
 
 class Scene:
@@ -188,5 +196,26 @@ def test_a_name_that_is_missed_is_taken_back_with_the_run_that_it_is_in() -> Non
                 gone = {_cut(HASHES)[70], run_names(HASHES)[HASH_BYTES : 2 * HASH_BYTES]}
                 scene.check(ring, b"".join(name for name in _cut(NAMES) if name not in gone))
                 assert not gone & set().union(*scene.told.values())
+
+    asyncio.run(run())
+
+
+def test_what_left_is_taken_back_and_what_came_again_meanwhile_is_not() -> None:
+    async def run() -> None:
+        ring, again = Ring(ALL[:3]), HASHES[: 10 * HASH_BYTES]
+        with ThreadPoolExecutor(1) as executor:
+            async with Scene(ring, executor) as scene:
+                _put(scene.tier, HASHES)
+                await scene.tell(ring)
+                assert scene.tier.evict(BLOCKS) == BLOCKS
+                scene.naming.tick()
+                await asyncio.sleep(0)
+                executor.submit(lambda: None).result(20)  # it has been seen what left
+                _put(scene.tier, again)
+                assert await scene.naming.stored(again, 0, 10)
+                await scene.tell(ring)
+                scene.check(ring, again)
+                known = set().union(*scene.told.values())
+                assert known == set(_cut(again))
 
     asyncio.run(run())
