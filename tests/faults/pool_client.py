@@ -53,7 +53,8 @@ def storm(pool: RemotePool) -> None:
             with lock:
                 number = next(numbers)
             store(pool, number)
-            print("stored", number, flush=True)
+            with lock:  # a line is written in pieces
+                print("stored", number, flush=True)
 
     with ThreadPoolExecutor(4) as threads:
         for done in [threads.submit(work) for _ in range(4)]:
