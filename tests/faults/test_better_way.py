@@ -36,7 +36,7 @@ def deaf(service: Running, *, listens: bool) -> Iterator[None]:
     good = service.pool.addresses["host"]
     with (
         tempfile.TemporaryDirectory(prefix="kvpool-") as folder,
-        socket.socket(socket.AF_UNIX) as one,
+        socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as one,
     ):
         one.bind(f"{folder}/transport.sock")
         if listens:
