@@ -112,6 +112,12 @@ class Ledger:
         )
         return slots[:taken], evicted[: gone[0]]
 
+    def ahead(self, count: int) -> SlotNumbers:
+        """List up to ``count`` slots that ``take`` would take next if nothing changed."""
+        slots = np.empty(count, dtype=np.uint32)
+        listed = lib.kvp_ledger_ahead(self._ledger, count, _numbers(slots))
+        return slots[:listed]
+
     def evict(self, count: int) -> int:
         """Evict up to ``count`` blocks, least recently used first; how many went."""
         return lib.kvp_ledger_evict(self._ledger, count, ffi.NULL)

@@ -485,12 +485,13 @@ class SsdTier(Tier):
                     in_order = self._writer.in_order()
                     self._writer.end()  # who waits behind this would write what the index lacks
             except KVPoolError as error:
-                logger.warning("%s was not closed in order: %s", self.folder, error)
+                # As text: whoever keeps the record would keep the error's frames, and the device.
+                logger.warning("%s was not closed in order: %s", self.folder, str(error))
             checksum = self._index.close(deadline.remaining_s())
             if in_order and checksum is not None:
                 self._files.mark_clean(*checksum)
         except KVPoolError as error:
-            logger.warning("%s", error)
+            logger.warning("%s", str(error))
         finally:
             device.stop()
             self._files.close()

@@ -181,7 +181,8 @@ class SsdDevice:
             source: Where they are, in any order; not kept beyond the call.
             crcs: What each (layer, head) must sum to, or None.
             timeout_s: For everything.
-            also: Slots that late writes are still at.
+            also: More slots for an intent to name, if there has to be one (``named``): those that
+                late writes are still at, always, and any.
             tokens: What the headers say of the blocks' tokens, or None.
         """
         numbers = np.concatenate([slots.indices, also]).astype(np.uint32)
@@ -204,6 +205,11 @@ class SsdDevice:
             error,
         )
         return _outcome(status, results, error[0])
+
+    def named(self, slots: SlotNumbers) -> bool:
+        """Say whether a write of these slots needs no new intent. For whoever may write."""
+        run = np.ascontiguousarray(slots, dtype=np.uint32)
+        return lib.kvp_ssd_named(self._device, ffi.from_buffer("uint32_t[]", run), len(run))
 
     def erase(self, slots: SlotNumbers, timeout_s: float) -> Outcome:
         """Erase headers durably."""

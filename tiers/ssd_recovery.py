@@ -137,6 +137,11 @@ def _torn(device: SsdDevice, suspects: SlotNumbers, timeout_s: float) -> SlotNum
     for begin in range(0, len(suspects), _WHOLE_SLOTS):
         slots = suspects[begin : begin + _WHOLE_SLOTS]
         outcome, _ = device.scan(slots, whole=True, timeout_s=timeout_s)
+        if outcome.timed_out:  # what was not looked at may be whole
+            raise UnavailableError(
+                f"the disk did not give slots that a write was at within {timeout_s} s: look at it",
+                tier="ssd",
+            )
         fine = outcome.are(lib.KVP_SLOT_DONE) | outcome.are(lib.KVP_SLOT_EMPTY)
         torn.append(slots[~fine])
     return np.concatenate(torn)

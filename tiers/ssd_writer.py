@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 # Headers that one erasure has at most.
 ERASE_SLOTS_MAX: Final = 1000
+# Slots that an intent names ahead of writes: three writes of 2 MiB blocks. Each is read after a
+# crash; to list many more for smaller blocks costs what their intents do (decision 0008).
+AHEAD_SLOTS: Final = 96
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +110,7 @@ class SsdWriter:
         self._folder = folder
         self._evicted = evicted
         self._step = step
+        self._ahead = AHEAD_SLOTS
         self._ledger = ledger
         self._index = index
         self._counts = counts
@@ -129,13 +133,17 @@ class SsdWriter:
             if self._ended:
                 raise ClosedError("the tier is closed", tier="ssd")
             self._reap(device)
-            with self._lock:
-                dirty = np.array(sorted(self._dirty), dtype=np.uint32)
-            for begin in range(0, len(dirty), ERASE_SLOTS_MAX):
-                self._erase(device, dirty[begin : begin + ERASE_SLOTS_MAX], deadline)
+            self._tidy(device, deadline)
             yield
         finally:
             self._writing.release()
+
+    def _tidy(self, device: SsdDevice, deadline: Deadline) -> None:
+        """Erase headers that may be half written: before any intent that may not name their slots."""
+        with self._lock:
+            dirty = np.array(sorted(self._dirty), dtype=np.uint32)
+        for begin in range(0, len(dirty), ERASE_SLOTS_MAX):
+            self._erase(device, dirty[begin : begin + ERASE_SLOTS_MAX], deadline)
 
     def end(self) -> None:
         """Have every turn behind this one refused. In a turn: what it leaves is what stays."""
@@ -219,6 +227,7 @@ class SsdWriter:
             if not fresh.any():
                 return new
             run, wanted = _take(slots, fresh), blocks.only(fresh)
+            self._tidy(device, deadline)  # after an earlier part of the same write
             outcome = device.write(
                 run,
                 wanted.keys,
@@ -226,7 +235,7 @@ class SsdWriter:
                 wanted.source,
                 wanted.crcs,
                 deadline.remaining_s(),
-                np.array(sorted(self._late), dtype=np.uint32),
+                self._also(device, run),
                 wanted.tokens,
             )
             self._note_failures(run, outcome)
@@ -251,6 +260,19 @@ class SsdWriter:
         with self._lock:
             unsettled = len(self._dirty) + len(self._late)
         return unsettled == 0 and self._ledger.counts().stale == 0
+
+    def _also(self, device: SsdDevice, run: Slots) -> SlotNumbers:
+        """Return what an intent has to name besides the slots of a write.
+
+        That is what the kernel may still write; and if there has to be a new intent, the slots that
+        the next writes are likely to take, which then need none.
+        """
+        late = np.array(sorted(self._late), dtype=np.uint32)
+        named = np.concatenate([run.indices, late])
+        if device.named(named):
+            return late
+        room = lib.KVP_SSD_INTENT_SLOTS - len(named)
+        return np.concatenate([late, self._ledger.ahead(min(self._ahead, room))])
 
     def _write_some(self, device: SsdDevice, blocks: "Incoming", deadline: Deadline) -> int:
         """Write the leading blocks that there is room for; how many are new."""

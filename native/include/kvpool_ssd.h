@@ -141,7 +141,9 @@ struct kvp_ssd {
     pthread_cond_t opened_gate; /* a batch is shut no more, or its caller has given up */
     kvp_ssd_geometry geometry;
     batch *first, *last;
-    uint64_t sequence; /* of the next intent */
+    uint64_t sequence; /* of the next intent; of whoever writes, as the next two */
+    uint32_t named[KVP_SSD_INTENT_SLOTS]; /* by the last intent, which is durable: in order */
+    size_t named_count;
     bool closing, orphaned;
     bool stopped; /* nobody waits any more */
     size_t alive, settled_count;

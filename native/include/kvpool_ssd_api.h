@@ -40,6 +40,9 @@ size_t kvp_ledger_reserve(kvp_ledger *ledger, size_t count, bool grant, uint32_t
  * out of the slots in `evicted`, which has room for `count`. Call again if that is not enough. */
 size_t kvp_ledger_take(kvp_ledger *ledger, size_t count, bool grant, uint32_t *slots,
                        uint64_t *generations, uint32_t *evicted, size_t *gone);
+/* List up to `count` slots that kvp_ledger_take would take next if nothing changed, and change
+ * nothing; how many. */
+size_t kvp_ledger_ahead(kvp_ledger *ledger, size_t count, uint32_t *slots);
 /* Evict up to `count` blocks; how many went, and out of which slots (null: do not say). One with
  * grants is quarantined, and frees no slot. */
 size_t kvp_ledger_evict(kvp_ledger *ledger, size_t count, uint32_t *slots);
@@ -151,7 +154,8 @@ kvp_status kvp_ssd_read(kvp_ssd *ssd, const uint32_t *slots, const uint64_t *gen
                         const uint64_t *dst_blocks, uint64_t timeout_ns, uint32_t *crcs,
                         uint32_t *tokens, bool *known, uint8_t *results, int *error);
 /* Write blocks, and make them and all that was written before durable: first an intent that names
- * `count` slots of `slots` and the `also` ones behind them, then header and payload of each. Only if
+ * `count` slots of `slots` and the `also` ones behind them, unless the last one does (kvp_ssd_named),
+ * then header and payload of each. Only if
  * KVP_OK is returned is every block with result DONE durable; otherwise slots with a result other
  * than SKIPPED or SOURCE hold anything. Those with result LATE are to be reserved until
  * kvp_ssd_settled names them. crc_expected is nullable; so are tokens (shape.tokens each), of which
@@ -164,6 +168,9 @@ kvp_status kvp_ssd_write(kvp_ssd *ssd, const uint32_t *slots, const uint64_t *ge
                          const kvp_view *src, const uint64_t *src_blocks,
                          const uint32_t *crc_expected, const uint32_t *tokens, const bool *known,
                          uint64_t timeout_ns, uint8_t *results, int *error);
+/* Whether the last intent is durable and names all of these: a write of them needs no other. Only
+ * for whoever may call kvp_ssd_write. */
+bool kvp_ssd_named(const kvp_ssd *ssd, const uint32_t *slots, size_t count);
 /* Erase headers, durably. Returns and results as kvp_ssd_write. */
 kvp_status kvp_ssd_erase(kvp_ssd *ssd, const uint32_t *slots, size_t count, uint64_t timeout_ns,
                          uint8_t *results, int *error);

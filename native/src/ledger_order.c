@@ -141,6 +141,16 @@ static void settle_in_heap(kvp_ledger *ledger, size_t at)
     }
 }
 
+static void leave_heap(kvp_ledger *ledger, uint32_t slot)
+{
+    const size_t at = ledger->heap_at[slot], last = --ledger->heap_count;
+    ledger->heap_at[slot] = NONE;
+    if (at != last) {
+        put(ledger, at, ledger->heap[last]);
+        settle_in_heap(ledger, at);
+    }
+}
+
 /* Look again at whether a block may be evicted, and when: something about it has changed. */
 void kvp_ledger_reconsider(kvp_ledger *ledger, uint32_t slot)
 {
@@ -154,12 +164,7 @@ void kvp_ledger_reconsider(kvp_ledger *ledger, uint32_t slot)
         }
         settle_in_heap(ledger, at);
     } else if (at != NONE) {
-        ledger->heap_at[slot] = NONE;
-        size_t last = --ledger->heap_count;
-        if (at != last) {
-            put(ledger, at, ledger->heap[last]);
-            settle_in_heap(ledger, at);
-        }
+        leave_heap(ledger, slot);
     }
 }
 
@@ -167,4 +172,35 @@ void kvp_ledger_use(kvp_ledger *ledger, uint32_t slot)
 {
     ledger->used[slot] = ++ledger->uses;
     kvp_ledger_reconsider(ledger, slot);
+}
+
+static void reconsider_parent(kvp_ledger *ledger, uint32_t slot)
+{
+    const uint32_t above = kvp_ledger_slot(ledger, ledger->parents[slot]);
+    if (above != NONE)
+        kvp_ledger_reconsider(ledger, above);
+}
+
+/* Blocks are taken out of the order as if they went, and put back last first. */
+size_t kvp_ledger_ahead(kvp_ledger *ledger, size_t count, uint32_t *slots)
+{
+    size_t listed = 0;
+    pthread_mutex_lock(&ledger->mutex);
+    for (uint32_t slot = ledger->free_head; listed < count && listed < ledger->counts.free;
+         slot = ledger->next[slot])
+        slots[listed++] = slot;
+    const size_t free_ones = listed;
+    while (listed < count && ledger->heap_count > 0) {
+        const uint32_t slot = slots[listed++] = ledger->heap[0];
+        leave_heap(ledger, slot);
+        kvp_ledger_part(ledger, slot);
+        reconsider_parent(ledger, slot);
+    }
+    for (size_t i = listed; i-- > free_ones;) {
+        kvp_ledger_join(ledger, slots[i]);
+        reconsider_parent(ledger, slots[i]);
+        kvp_ledger_reconsider(ledger, slots[i]);
+    }
+    pthread_mutex_unlock(&ledger->mutex);
+    return listed;
 }

@@ -1,8 +1,10 @@
 /* The calls of the SSD tier: batches of slots, and the order of a durable write.
  *
- * Owns: what is written before what. An intent names the slots that a write will be at, and is
- * durable before the first of them changes (that they are made ready meanwhile changes nothing); so after a power cut only slots of the last intents can
- * be torn, and whoever opens the store looks at just those. */
+ * Owns: what is written before what. An intent names the slots that writes may be at from then on,
+ * and is durable before the first of them changes (that they are made ready meanwhile changes nothing).
+ * A write at slots that the last one names needs no other; nothing is written at slots that it does not
+ * name. So after a power cut only slots of the last intents can be torn, and whoever opens the store
+ * looks at just those. */
 #define _GNU_SOURCE
 #include <stdlib.h>
 #include <string.h>
@@ -110,6 +112,47 @@ static kvp_status admit(kvp_ssd *ssd)
     return blocked ? KVP_BUSY : room ? KVP_OK : KVP_FULL;
 }
 
+static int by_number(const void *a, const void *b)
+{
+    const uint32_t first = *(const uint32_t *)a, second = *(const uint32_t *)b;
+    return (first > second) - (first < second);
+}
+
+bool kvp_ssd_named(const kvp_ssd *ssd, const uint32_t *slots, size_t count)
+{
+    for (size_t i = 0; i < count; i++)
+        if (bsearch(slots + i, ssd->named, ssd->named_count, sizeof *slots, by_number) == NULL)
+            return false;
+    return true;
+}
+
+/* Write an intent durably, and let `mine` be written then; its first slots are copied and summed
+ * while the intent is on its way to the disk. One that failed is written anew where it was: the last
+ * durable one, which may name slots that the kernel still writes, lies in the other place. */
+static kvp_status declare(kvp_ssd *ssd, const uint32_t *slots, size_t count, batch *mine,
+                          const struct timespec *deadline, int *error)
+{
+    uint8_t declared;
+    batch intent = {.kind = INTENT,
+                    .slots = slots,
+                    .intent_slots = count,
+                    .sequence = ssd->sequence,
+                    .results = &declared,
+                    .count = 1};
+    kvp_ssd_begin(ssd, &intent);
+    kvp_ssd_begin(ssd, mine);
+    ssd->named_count = 0;
+    memcpy(ssd->named, slots, count * sizeof *slots);
+    qsort(ssd->named, count, sizeof *slots, by_number);
+    const kvp_status status = outcome(&intent, kvp_ssd_finish(ssd, &intent, deadline), error);
+    if (status != KVP_OK)
+        return status;
+    ssd->named_count = count;
+    ssd->sequence++;
+    kvp_ssd_unshut(ssd, mine);
+    return KVP_OK;
+}
+
 kvp_status kvp_ssd_write(kvp_ssd *ssd, const uint32_t *slots, const uint64_t *generations,
                          const uint8_t *keys, const uint8_t *parents, size_t count, size_t also,
                          const kvp_view *src, const uint64_t *src_blocks,
@@ -127,15 +170,8 @@ kvp_status kvp_ssd_write(kvp_ssd *ssd, const uint32_t *slots, const uint64_t *ge
     if (status != KVP_OK)
         return status;
     const struct timespec deadline = kvp_ssd_deadline(timeout_ns);
-    uint8_t declared;
-    batch intent = {.kind = INTENT,
-                    .slots = slots,
-                    .intent_slots = count + also,
-                    .sequence = ssd->sequence++,
-                    .results = &declared,
-                    .count = 1};
     batch mine = {.kind = WRITE,
-                  .shut = true,
+                  .shut = !kvp_ssd_named(ssd, slots, count + also),
                   .slots = slots,
                   .generations = generations,
                   .keys = keys,
@@ -147,12 +183,10 @@ kvp_status kvp_ssd_write(kvp_ssd *ssd, const uint32_t *slots, const uint64_t *ge
                   .known = known,
                   .results = results,
                   .count = count};
-    /* The first slots are copied and summed while the intent is on its way to the disk. */
-    kvp_ssd_begin(ssd, &intent);
-    kvp_ssd_begin(ssd, &mine);
-    status = outcome(&intent, kvp_ssd_finish(ssd, &intent, &deadline), error);
-    if (status == KVP_OK)
-        kvp_ssd_unshut(ssd, &mine);
+    if (mine.shut)
+        status = declare(ssd, slots, count + also, &mine, &deadline, error);
+    else
+        kvp_ssd_begin(ssd, &mine);
     const kvp_status written = kvp_ssd_finish(ssd, &mine, &deadline);
     if (status != KVP_OK)
         return status;

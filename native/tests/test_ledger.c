@@ -86,6 +86,25 @@ static void check_same(kvp_ledger *ledger)
         CHECK(kvp_ledger_match(ledger, name_of(key), 1) == (at_key(key) >= 0));
 }
 
+/* Who would be taken next, by what the model would do; it is changed for that, and put back. */
+static void look_ahead(kvp_ledger *ledger)
+{
+    uint32_t slots[SLOTS];
+    model_slot before[SLOTS];
+    const size_t count = random_below(SLOTS + 1);
+    const size_t listed = kvp_ledger_ahead(ledger, count, slots);
+    size_t free_ones = 0;
+    memcpy(before, model, sizeof model);
+    for (int slot = 0; slot < SLOTS; slot++)
+        free_ones += model[slot].state == FREE;
+    for (size_t i = 0; i < listed; i++) {
+        CHECK(i < free_ones ? model[slots[i]].state == FREE : (int)slots[i] == victim());
+        model[slots[i]].state = i < free_ones ? RESERVED : DROPPED;
+    }
+    CHECK(listed == count || (listed >= free_ones && victim() < 0));
+    memcpy(model, before, sizeof model);
+}
+
 static void reserve(kvp_ledger *ledger)
 {
     uint32_t slot, left;
@@ -244,6 +263,8 @@ static void random_turn(kvp_ledger *ledger)
     const bool use = random_below(2) == 0;
     uint32_t pinned, left;
     uint64_t life;
+    if (random_below(8) == 0)
+        look_ahead(ledger);
     switch (random_below(8)) {
     case 0:
     case 1:

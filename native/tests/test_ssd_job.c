@@ -5,104 +5,12 @@
 #include <errno.h>
 #include <pthread.h>
 #include <string.h>
-#include <sys/stat.h>
 #include <unistd.h>
 
-#include "check.h"
-#include "kvpool_ssd.h"
+#include "ssd_kernel.h"
 
 enum { LAYERS = 3, HEADS = 2, TOKENS = 16, K_BYTES = 12, V_BYTES = 4, SLOTS = 8, THREADS = 3 };
 enum { PAYLOAD = LAYERS * HEADS * TOKENS * (K_BYTES + V_BYTES), CRCS = LAYERS * HEADS };
-enum { SLOT_BYTES = 8192, SECOND = 1000000000 };
-
-/* ---- the kernel ---- */
-
-typedef enum { WELL, INTERRUPTED, SHORT, BROKEN, ENDED } mood;
-
-static pthread_mutex_t kernel = PTHREAD_MUTEX_INITIALIZER;
-static pthread_cond_t changed = PTHREAD_COND_INITIALIZER;
-static mood reading, writing;
-static int sync_error;
-static bool hung;
-static size_t hanging, syncs;
-static ino_t intent_file;
-static bool declared; /* the intent of the write under way is durable */
-
-static mood enter_kernel(mood which)
-{
-    pthread_mutex_lock(&kernel);
-    hanging++;
-    pthread_cond_broadcast(&changed);
-    while (hung)
-        pthread_cond_wait(&changed, &kernel);
-    hanging--;
-    const bool fails = which > SHORT || random_below(3) == 0;
-    pthread_mutex_unlock(&kernel);
-    return fails ? which : WELL;
-}
-
-static void set_hung(bool value)
-{
-    pthread_mutex_lock(&kernel);
-    hung = value;
-    pthread_cond_broadcast(&changed);
-    pthread_mutex_unlock(&kernel);
-}
-
-static void wait_hanging(size_t count)
-{
-    pthread_mutex_lock(&kernel);
-    while (hanging < count)
-        pthread_cond_wait(&changed, &kernel);
-    pthread_mutex_unlock(&kernel);
-}
-
-static bool is_intent(int fd)
-{
-    struct stat file;
-    CHECK(fstat(fd, &file) == 0);
-    return file.st_ino == intent_file;
-}
-
-static size_t shorter(mood now, size_t size)
-{
-    return now == SHORT && size > 1 ? 1 + size / 2 + size / 3 : size;
-}
-
-static ssize_t fake_pread(int fd, void *bytes, size_t size, off_t offset)
-{
-    const mood now = enter_kernel(reading);
-    if (now == ENDED)
-        return 0;
-    if (now == INTERRUPTED || now == BROKEN) {
-        errno = now == BROKEN ? EIO : EINTR;
-        return -1;
-    }
-    return pread(fd, bytes, shorter(now, size), offset);
-}
-
-static ssize_t fake_pwrite(int fd, const void *bytes, size_t size, off_t offset)
-{
-    CHECK(is_intent(fd) || __atomic_load_n(&declared, __ATOMIC_SEQ_CST));
-    const mood now = enter_kernel(writing);
-    if (now == ENDED)
-        return 0;
-    if (now == INTERRUPTED || now == BROKEN) {
-        errno = now == BROKEN ? ENOSPC : EINTR;
-        return -1;
-    }
-    return pwrite(fd, bytes, shorter(now, size), offset);
-}
-
-static int fake_fdatasync(int fd)
-{
-    enter_kernel(WELL);
-    __atomic_fetch_add(&syncs, 1, __ATOMIC_RELAXED);
-    if (is_intent(fd) && sync_error == 0)
-        __atomic_store_n(&declared, true, __ATOMIC_SEQ_CST);
-    errno = sync_error;
-    return sync_error == 0 ? 0 : -1;
-}
 
 #define pread fake_pread
 #define pwrite fake_pwrite
@@ -171,9 +79,11 @@ static store *opened(void)
         mine->segments[i] = temporary(3 * SLOT_BYTES);
     mine->intents = temporary(2 * KVP_SSD_INTENT_BYTES);
     mine->lock = temporary(0);
-    struct stat file;
-    CHECK(fstat(mine->intents, &file) == 0);
-    intent_file = file.st_ino;
+    intent_file = inode(mine->intents);
+    for (size_t i = 0; i < 3; i++)
+        segment_files[i] = inode(mine->segments[i]);
+    intent_durable[0] = intent_durable[1] = false;
+    intent_count = 0;
     CHECK(kvp_ssd_open(&made, mine->segments, 3, mine->intents, mine->lock, &mine->ssd) == KVP_OK);
     for (uint32_t i = 0; i < SLOTS; i++) {
         mine->slots[i] = i;
@@ -202,7 +112,6 @@ static void closed(store *mine)
 static kvp_status write_all(store *mine, uint64_t timeout_ns)
 {
     const kvp_view view = flat(mine->source[0]);
-    __atomic_store_n(&declared, false, __ATOMIC_SEQ_CST);
     return kvp_ssd_write(mine->ssd, mine->slots, mine->lives, mine->keys[0], mine->parents[0],
                          SLOTS, 0, &view, mine->blocks, NULL, mine->tokens[0], mine->known,
                          timeout_ns, mine->results, &mine->error);
@@ -382,8 +291,8 @@ static void test_a_failing_disk_says_so(void)
     CHECK(count_results(mine, KVP_SLOT_FAILED) == SLOTS && mine->error == EIO);
     reading = WELL;
     writing = BROKEN;
-    CHECK(write_all(mine, UINT64_C(60) * SECOND) == KVP_SYSTEM); /* the intent */
-    CHECK(count_results(mine, KVP_SLOT_SKIPPED) == SLOTS && mine->error == ENOSPC);
+    CHECK(write_all(mine, UINT64_C(60) * SECOND) == KVP_OK); /* which speaks of none but the others */
+    CHECK(count_results(mine, KVP_SLOT_FAILED) == SLOTS && mine->error == ENOSPC);
     writing = WELL;
     sync_error = EIO;
     CHECK(write_all(mine, UINT64_C(60) * SECOND) == KVP_SYSTEM && mine->error == EIO);
@@ -529,6 +438,54 @@ static void test_intents_name_the_slots(void)
     closed(mine);
 }
 
+/* Write slots `first` to `first` + `count` and have an intent name as many as `also` behind them. */
+static kvp_status write_part(store *mine, size_t first, size_t count, size_t also,
+                             uint64_t timeout_ns)
+{
+    const kvp_view view = flat(mine->source[0]);
+    return kvp_ssd_write(mine->ssd, mine->slots + first, mine->lives + first, mine->keys[first],
+                         mine->parents[first], count, also, &view, mine->blocks + first, NULL,
+                         mine->tokens[first], mine->known + first, timeout_ns, mine->results,
+                         &mine->error);
+}
+
+static void test_slots_named_ahead_need_no_intent(void)
+{
+    const uint64_t minute = UINT64_C(60) * SECOND;
+    store *mine = opened();
+    CHECK(!kvp_ssd_named(mine->ssd, mine->slots, 1)); /* nothing of earlier runs counts */
+    CHECK(write_part(mine, 0, 2, 3, minute) == KVP_OK && intent_count == 1);
+    CHECK(kvp_ssd_named(mine->ssd, mine->slots, 5) && !kvp_ssd_named(mine->ssd, mine->slots, 6));
+    CHECK(write_part(mine, 2, 2, 0, minute) == KVP_OK && intent_count == 1);
+    CHECK(write_part(mine, 0, 5, 0, minute) == KVP_OK && intent_count == 1); /* again */
+    CHECK(write_part(mine, 4, 2, 0, minute) == KVP_OK && intent_count == 2); /* half of it */
+    CHECK(!kvp_ssd_named(mine->ssd, mine->slots, 1));
+    CHECK(write_part(mine, 4, 1, 2, minute) == KVP_OK && intent_count == 3); /* who is late counts */
+    CHECK(read_all(mine, minute) == KVP_OK);
+    CHECK(count_results(mine, KVP_SLOT_DONE) == 6);
+    closed(mine);
+}
+
+static void test_an_intent_that_fails_leaves_the_last_one(void)
+{
+    const uint64_t minute = UINT64_C(60) * SECOND;
+    store *mine = opened();
+    CHECK(write_part(mine, 0, 2, 0, minute) == KVP_OK);
+    for (int turn = 0; turn < 4; turn++) {
+        writing = turn % 2 == 0 ? BROKEN : WELL;
+        sync_error = turn % 2 == 0 ? 0 : EIO;
+        CHECK(write_part(mine, 2, 2, 0, minute) == KVP_SYSTEM);
+        CHECK(mine->results[0] == KVP_SLOT_SKIPPED);
+        CHECK(mine->error == (turn % 2 == 0 ? ENOSPC : EIO));
+        CHECK(intent_durable[0] && !intent_durable[1]);
+        CHECK(!kvp_ssd_named(mine->ssd, mine->slots, 1) && !kvp_ssd_named(mine->ssd, mine->slots + 2, 1));
+    }
+    sync_error = 0;
+    CHECK(write_part(mine, 2, 1, 0, minute) == KVP_OK && intent_count == 2);
+    CHECK(write_part(mine, 0, 1, 0, minute) == KVP_OK && intent_count == 3);
+    closed(mine);
+}
+
 static void test_what_does_not_fit_is_refused(void)
 {
     store *mine = opened();
@@ -567,6 +524,8 @@ int main(void)
     test_closing_leaves_a_hung_thread_to_the_kernel();
     test_a_source_that_lies_is_not_written();
     test_intents_name_the_slots();
+    test_slots_named_ahead_need_no_intent();
+    test_an_intent_that_fails_leaves_the_last_one();
     test_what_does_not_fit_is_refused();
     return 0;
 }

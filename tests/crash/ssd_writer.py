@@ -2,6 +2,7 @@
 
 python -m tests.crash.ssd_writer FOLDER SEED SLOTS [lies]
 
+How many slots an intent names ahead is the seed's choice: no small store is named whole all the time.
 A line ``go`` when the tier is open, then ``ack FIRST COUNT`` when blocks FIRST to FIRST + COUNT, a chain
 of their own, are durable. With ``lies`` it says so before it writes: a bug that the tests must find.
 """
@@ -19,6 +20,7 @@ from kvpool.tiers.ssd import SsdTier
 ROOMY = 600  # slots: more than a run writes, so whatever was promised must be there
 TIGHT = 24  # slots: every write evicts, so the last two chains that were promised must be there
 CHAIN_MAX = 5
+AHEAD = (0, 3, 9, 30, 2000)  # slots
 TIMEOUT_S = 120.0
 
 
@@ -43,6 +45,7 @@ def main() -> None:
     lies = sys.argv[4:] == ["lies"]
     chance = random.Random(seed)
     tier = SsdTier(folder, SMALL_LAYOUT, slots, threads=4, timeout_s=TIMEOUT_S)
+    tier._writer._ahead = chance.choice(AHEAD)
     say("go")
     first = 1
     while True:

@@ -110,9 +110,11 @@ def test_intent(folder: Path) -> None:
     assert sealed(raw[:COPY_BYTES])
     assert raw[:8] == b"KVINTENT"
     assert number(raw, head, "version") == 1
-    assert (number(raw, head, "sequence"), number(raw, head, "count")) == (0, 2)
+    assert (number(raw, head, "sequence"), number(raw, head, "count")) == (0, SLOTS)
     begin = head["slot"][0]
-    assert np.frombuffer(raw[begin : begin + 8], dtype="<u4").tolist() == [0, 1]
+    named = np.frombuffer(raw[begin : begin + 4 * SLOTS], dtype="<u4").tolist()
+    assert named[:2] == [0, 1]  # the write's, and behind them those that are likely next
+    assert sorted(named) == list(range(SLOTS))
 
 
 def test_index(folder: Path) -> None:

@@ -10,7 +10,8 @@ from typing import cast
 import numpy as np
 import pytest
 
-from kvpool.arena import Slots
+from kvpool._native import lib
+from kvpool.arena import SlotNumbers, Slots
 from kvpool.completion import Deadline
 from kvpool.errors import (
     ClosedError,
@@ -20,16 +21,17 @@ from kvpool.errors import (
     UsageError,
 )
 from kvpool.events import BlockEvicted, ListSink
-from kvpool.memory import BlockView, copy_blocks
+from kvpool.memory import BlockView, Crcs, copy_blocks
 from kvpool.testing.blocks import SMALL_LAYOUT, Payload, key, payload, view_of
 from kvpool.tiers.ledger import Ledger
 from kvpool.tiers.ssd import SsdTier
-from kvpool.tiers.ssd_device import SsdDevice
+from kvpool.tiers.ssd_device import Outcome, SsdDevice
 from kvpool.tiers.ssd_files import read_superblock
 from kvpool.tiers.ssd_format import slot_bytes
 from kvpool.tiers.ssd_index import SsdIndex
 from kvpool.tiers.ssd_stats import SsdCounts
 from kvpool.tiers.ssd_writer import SsdWriter
+from kvpool.tiers.tokens import TokenRows
 
 SLOTS = 8
 WAIT_S = 60.0
@@ -99,6 +101,82 @@ def test_whoever_looks_takes_no_late_slot_from_who_writes(tmp_path: Path) -> Non
     index.close(WAIT_S)
 
 
+def tear(folder: Path, slot: int) -> None:
+    """Have a slot hold a header and half of the payload to it."""
+    with (folder / "segment-0000.kvp").open("r+b") as segment:
+        segment.seek(slot * slot_bytes(SMALL_LAYOUT) + 4096)  # behind the header
+        segment.write(bytes(64))
+
+
+def intent_count(folder: Path) -> int:
+    """Return how many intents were written since the store was opened for the first time."""
+    raw = (folder / "intents.kvp").read_bytes()
+    pages = [raw[at : at + 4096] for at in (0, 4096)]
+    return max(1 + int.from_bytes(page[32:40], "little") for page in pages if page[:8].strip(b"\0"))
+
+
+def test_writes_at_slots_that_were_named_ahead_need_no_intent(tier: SsdTier) -> None:
+    """Free ones, and from the ninth on those of blocks that have to go."""
+    tier._writer._ahead = 2
+    for number in range(3 * SLOTS):
+        assert write(tier, number) == 1
+        assert intent_count(tier.folder) == number // 3 + 1
+
+
+def test_blocks_in_slots_that_were_named_ahead_outlive_a_crash(tmp_path: Path) -> None:
+    """All but one that the next write had begun to write over."""
+    first, second, third = (tmp_path / name for name in ("first", "second", "third"))
+    chains = (0, 1), (10, 11, 12, 13), (20, 21)
+    with open_tier(first) as tier:
+        assert write(tier, 0, 1, 2, 3) == write(tier, 10, 11, 12, 13) == 4
+        assert write(tier, 20, 21) == 2
+        assert intent_count(first) == 1
+        torn = int(tier.pin(keys_of(13)).indices[0])
+        shutil.copytree(first, second)  # as a crash leaves it
+    shutil.copytree(second, third)
+    with open_tier(second) as tier:
+        assert (tier.recovery.source, tier.recovery.torn, tier.recovery.blocks) == ("headers", 0, 8)
+        assert all(tier.durable(keys_of(*chain)) == len(chain) for chain in chains)
+    tear(third, torn)
+    with open_tier(third) as tier:
+        assert (tier.recovery.torn, tier.recovery.blocks) == (1, 7)
+        assert [tier.durable(keys_of(*chain)) for chain in chains] == [2, 3, 2]
+
+
+def test_a_slot_that_failed_is_erased_before_the_next_part_of_a_write(
+    tier: SsdTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The intent of the next part need not name it, and its header may be whole over half a payload."""
+    device, calls = tier._open(), list[str]()
+    write_slots, erase_slots = device.write, device.erase
+
+    def fail_once(
+        slots: Slots,
+        keys: bytes,
+        parents: bytes,
+        source: BlockView,
+        crcs: Crcs | None,
+        timeout_s: float,
+        also: SlotNumbers,
+        tokens: TokenRows | None = None,
+    ) -> Outcome:
+        outcome = write_slots(slots, keys, parents, source, crcs, timeout_s, also, tokens)
+        calls.append("write")
+        if len(calls) == 1:
+            outcome.results[1] = lib.KVP_SLOT_FAILED
+        return outcome
+
+    def erase(slots: SlotNumbers, timeout_s: float) -> Outcome:
+        calls.append("erase")
+        return erase_slots(slots, timeout_s)
+
+    monkeypatch.setattr(device, "write", fail_once)
+    monkeypatch.setattr(device, "erase", erase)
+    tier._writer._step = 2
+    assert write(tier, 0, 1, 2, 3) == 4
+    assert calls == ["write", "erase", "write", "write"]
+
+
 def test_what_one_crash_tore_is_not_believed_after_the_next(tmp_path: Path) -> None:
     """The intents that named it are overwritten by then, and its header says nothing wrong."""
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
@@ -110,10 +188,9 @@ def test_what_one_crash_tore_is_not_believed_after_the_next(tmp_path: Path) -> N
         assert tier.flush(WAIT_S)  # room in front of what will be torn
         torn = int(tier.pin(keys_of(3)).indices[0])
         shutil.copytree(first, second)  # as a crash leaves it
-    with (second / "segment-0000.kvp").open("r+b") as segment:
-        segment.seek(torn * slot_bytes(SMALL_LAYOUT) + 4096)  # behind the header
-        segment.write(bytes(64))
+    tear(second, torn)
     with open_tier(second) as tier:
+        tier._writer._ahead = 0  # or the next intents would name it, too
         assert (tier.recovery.torn, tier.match(keys_of(3))) == (1, 0)
         for number in (10, 11):
             assert write(tier, number) == 1
