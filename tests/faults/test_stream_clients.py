@@ -42,6 +42,7 @@ from tests.faults.test_access import greet
 from tests.faults.test_pool_server import end, load_all, read_line, start_client
 from tests.faults.test_pool_service import BLOCKS, Storer, running
 from tests.server_process import WAIT_S, ServerProcess, until
+from tests.stopped import stop
 
 STREAMS = replace(PATIENT, ways=())
 # A lease that runs out by itself is longer than a test waits.
@@ -90,7 +91,7 @@ def test_a_stopped_client_keeps_its_leases(server: ServerProcess, watcher: Block
     client = start_client(server.run_dir, "hold", "streams")
     try:
         assert read_line(client) == f"holds {CHAIN_BLOCKS}\n"
-        client.send_signal(signal.SIGSTOP)
+        stop(client.pid)
         with connect(server.run_dir, LAYOUT, WAIT_S, config=STREAMS) as other:
             assert store(other, 2) == CHAIN_BLOCKS
             assert load_all(other, 1) == CHAIN_BLOCKS
