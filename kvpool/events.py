@@ -81,11 +81,16 @@ class ForwardRan(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class BlockEvicted(Event):
-    """A block left a tier to make room (``capacity``), was corrupt, or was invalidated."""
+class BlocksEvicted(Event):
+    """Blocks left a tier together: to make room (``capacity``), corrupt, or invalidated.
+
+    One event whatever their number: a store of 128 blocks pushes out as many, and an event of each
+    took a twentieth of it. ``size_bytes`` is of all of them.
+    """
 
     tier: str
     reason: str
+    blocks: int
     size_bytes: int
 
 

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 from kvpool.errors import UsageError
 from kvpool.events import (
-    BlockEvicted,
+    BlocksEvicted,
     DiskUsed,
     Event,
     ForwardRan,
@@ -265,7 +265,7 @@ _WING_OF: Final[Mapping[type[Event], str]] = {
     SliceArrived: "transfer",
     LayerRead: "transfer",
     PeerLost: "transfer",
-    BlockEvicted: "tiers",
+    BlocksEvicted: "tiers",
     DiskUsed: "tiers",
     RequestResumed: "conductor",
 }
@@ -299,7 +299,7 @@ class Metrics:
         metrics = [metric for metric in METRICS if metric.wing in self._wings]
         self._specs = {metric.name: metric for metric in metrics}
         self._counters: dict[str, Counter] = {}
-        # With their labels, once they were counted: there are events of every block that leaves.
+        # With their labels, once they were counted: to find these takes longer than to count.
         self._counted: dict[tuple[str, tuple[tuple[str, str], ...]], Counter] = {}
         self._gauges: dict[str, Gauge] = {}
         self._histograms: dict[str, Histogram] = {}
@@ -361,10 +361,11 @@ class Metrics:
             self._slices("arrived", event.blocks)
         elif isinstance(event, LayerRead):
             self._slices("read", event.blocks)
-        elif isinstance(event, BlockEvicted):
+        elif isinstance(event, BlocksEvicted):
             name = "kvpool_tiers_evicted_blocks_total"
             tier = self._known(name, "tier", event.tier)
-            self.count(name, tier=tier, reason=self._known(name, "reason", event.reason))
+            reason = self._known(name, "reason", event.reason)
+            self.count(name, event.blocks, tier=tier, reason=reason)
             self.count("kvpool_tiers_evicted_bytes_total", event.size_bytes, tier=tier)
         elif isinstance(event, DiskUsed):
             name = "kvpool_tiers_disk_seconds"

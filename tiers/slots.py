@@ -17,7 +17,7 @@ from kvpool.arena import Slot, SlotNumbers, Slots
 from kvpool.block import HASH_BYTES, BlockHash, BlockLayout
 from kvpool.clock import Clock, SystemClock
 from kvpool.errors import CapacityError, ClosedError, UsageError
-from kvpool.events import BlockEvicted, EventSink, NullSink
+from kvpool.events import BlocksEvicted, EventSink, NullSink
 from kvpool.memory import BlockView, Crcs
 from kvpool.tiers.base import BlockTokens, Tier, TierStats
 from kvpool.tiers.eviction import EvictionPolicy, Facts
@@ -449,9 +449,10 @@ class SlotTier(Tier):
 
     def _tell(self, reason: str, count: int) -> None:
         if count and not isinstance(self._events, NullSink):
-            event = BlockEvicted(tier=self.name, reason=reason, size_bytes=self.layout.block_bytes)
-            for _ in range(count):
-                self._events.emit(event)
+            size_bytes = count * self.layout.block_bytes
+            self._events.emit(
+                BlocksEvicted(tier=self.name, reason=reason, blocks=count, size_bytes=size_bytes)
+            )
 
 
 def _cut(keys: bytes) -> list[BlockHash]:

@@ -30,7 +30,7 @@ from kvpool.errors import (
     UnavailableError,
     UsageError,
 )
-from kvpool.events import BlockEvicted, DiskUsed, EventSink, NullSink
+from kvpool.events import BlocksEvicted, DiskUsed, EventSink, NullSink
 from kvpool.memory import BlockView, Crcs
 from kvpool.tiers.base import Tier, TierStats
 from kvpool.tiers.ledger import Ledger, chained, count_of, own_parent
@@ -567,6 +567,7 @@ class SsdTier(Tier):
 
     def _tell(self, reason: str, count: int) -> None:
         if count:
-            event = BlockEvicted(tier=self.name, reason=reason, size_bytes=self.layout.block_bytes)
-            for _ in range(count):
-                self._events.emit(event)
+            size_bytes = count * self.layout.block_bytes
+            self._events.emit(
+                BlocksEvicted(tier=self.name, reason=reason, blocks=count, size_bytes=size_bytes)
+            )

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.errors import UsageError
-from kvpool.events import BlockEvicted, ForwardRan, PeerLost, RequestResumed, SliceAnnounced
+from kvpool.events import BlocksEvicted, ForwardRan, PeerLost, RequestResumed, SliceAnnounced
 from kvpool.metrics import METRICS, WINGS, Metrics, render_table
 
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "metrics.md"
@@ -69,8 +69,8 @@ def test_events_are_counted() -> None:
         ForwardRan(role="decode", requests=3, tokens=3),
         ForwardRan(role="decode", requests=2, tokens=2),
         SliceAnnounced(request="r", chunk=0, layer=0, blocks=4, staged_bytes=100),
-        BlockEvicted(tier="dram", reason="capacity", size_bytes=7),
-        BlockEvicted(tier="dram", reason="a new one", size_bytes=1),
+        BlocksEvicted(tier="dram", reason="capacity", blocks=3, size_bytes=7),
+        BlocksEvicted(tier="dram", reason="a new one", blocks=1, size_bytes=1),
         PeerLost(peer="someone", reason="gone"),
         RequestResumed(tokens=3, reason="PeerUnreachableError"),
     ):
@@ -81,6 +81,8 @@ def test_events_are_counted() -> None:
     assert 'kvpool_transfer_slice_blocks_total{direction="announced"} 4.0' in shown
     assert "kvpool_transfer_staged_bytes_total 100.0" in shown
     assert "kvpool_conductor_resumed_requests_total 1.0" in shown
+    assert 'kvpool_tiers_evicted_blocks_total{reason="capacity",tier="dram"} 3.0' in shown
+    assert 'kvpool_tiers_evicted_blocks_total{reason="other",tier="dram"} 1.0' in shown
     assert 'kvpool_tiers_evicted_bytes_total{tier="dram"} 8.0' in shown
     assert 'kvpool_transfer_lost_peers_total{peer="other"} 1.0' in shown
 

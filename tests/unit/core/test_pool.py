@@ -19,7 +19,7 @@ from kvpool.errors import (
     TransferTimeoutError,
     UsageError,
 )
-from kvpool.events import BlockEvicted, ListSink
+from kvpool.events import BlocksEvicted, ListSink
 from kvpool.memory import BlockView, Crcs, Span
 from kvpool.pool import BATCH_BYTES, Pool, batches
 from kvpool.testing.blocks import SMALL_LAYOUT, Payload, namespace, payload, view_of
@@ -145,7 +145,7 @@ def test_a_corrupt_block_cuts_the_load_and_leaves(layer: int) -> None:
             tail = pool.load(lease, dest.take(0, 1), first=3, deadline_s=WAIT_S)
             assert tail.wait(WAIT_S) == 1
         assert pool.stats().corruptions == 1
-        told = [event.reason for event in events.events if isinstance(event, BlockEvicted)]
+        told = [event.reason for event in events.events if isinstance(event, BlocksEvicted)]
         assert told == ["corrupt"]
 
 

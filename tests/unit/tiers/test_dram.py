@@ -7,7 +7,7 @@ from kvpool.arena import Arena, Slot, Slots, Window
 from kvpool.block import BlockHash, SlotIndex, new_incarnation
 from kvpool.clock import ManualClock
 from kvpool.errors import CapacityError, UsageError
-from kvpool.events import BlockEvicted, ListSink
+from kvpool.events import BlocksEvicted, ListSink
 from kvpool.testing.blocks import SMALL_LAYOUT, key, payload, write
 from kvpool.tiers.dram import DramTier
 
@@ -38,11 +38,26 @@ def test_events_tell_why_blocks_left(tier: DramTier, events: ListSink) -> None:
     tier.drop(key(2), "corrupt")
     tier.drop(key(3), "invalid")
     tier.drop(key(3), "invalid")
-    told = [event for event in events.events if isinstance(event, BlockEvicted)]
+    told = [event for event in events.events if isinstance(event, BlocksEvicted)]
     assert [event.reason for event in told] == ["capacity", "capacity", "corrupt", "invalid"]
-    assert {(event.tier, event.size_bytes) for event in told} == {
-        ("dram", SMALL_LAYOUT.block_bytes)
+    assert {(event.tier, event.blocks, event.size_bytes) for event in told} == {
+        ("dram", 1, SMALL_LAYOUT.block_bytes)
     }
+
+
+def test_blocks_that_leave_together_are_one_event(tier: DramTier, events: ListSink) -> None:
+    for number in range(SLOTS):
+        put(tier, number)
+    slots = tier.reserve_run(2)
+    tier.settle_run(slots)
+    tier.abort_run(slots)
+    assert tier.evict(SLOTS) == SLOTS - 2
+    told = [event for event in events.events if isinstance(event, BlocksEvicted)]
+    block_bytes = SMALL_LAYOUT.block_bytes
+    assert [(event.blocks, event.size_bytes) for event in told] == [
+        (2, 2 * block_bytes),
+        (SLOTS - 2, (SLOTS - 2) * block_bytes),
+    ]
 
 
 def test_a_refused_reserve_tells_of_what_it_evicted_in_vain(
@@ -55,7 +70,8 @@ def test_a_refused_reserve_tells_of_what_it_evicted_in_vain(
         tier.unpin(pinned)
     with pytest.raises(CapacityError, match="quarantined"):
         tier.reserve()
-    assert len(events.events) == tier.stats().quarantined == SLOTS
+    told = [event for event in events.events if isinstance(event, BlocksEvicted)]
+    assert sum(event.blocks for event in told) == tier.stats().quarantined == SLOTS
 
 
 def test_an_unknown_reason_is_refused(tier: DramTier) -> None:
