@@ -238,8 +238,11 @@ class Announcer:
             if said != kind or len(names) == limit:
                 break
             names.append(name)
-        for name in names:
-            del waiting[name]
+        if len(names) == len(waiting):
+            waiting.clear()
+        else:
+            for name in names:
+                del waiting[name]
         return kind, b"".join(names)
 
     def _take_owed(self, node: NodeId, limit: int) -> bytes:
@@ -257,31 +260,40 @@ class Announcer:
     def _add(self, names: bytes) -> None:
         count = len(names) // HASH_BYTES
         added = self._names.add(names, np.zeros(count, dtype=np.uint64))
-        new = _bytes_of(names)[added].tobytes()
-        owned = self._ring.owners_of(new, self._owners)
-        for name, owners in zip(_cut(new), owned, strict=True):
-            for node in owners:
-                self._tell(node, name, "stored")
+        new = names if added.all() else _bytes_of(names)[added].tobytes()
+        for node, owned in self._by_owner(self._ring, new).items():
+            self._tell(node, owned, "stored")
 
-    def _tell(self, node: NodeId, name: BlockHash, kind: Kind) -> None:
-        """Queue one name for one node. What was queued of the same name is void."""
-        if node in self._behind and kind == "stored":
-            return  # it is among what is told anew, behind what left
+    def _by_owner(self, ring: Ring, names: bytes) -> dict[NodeId, list[BlockHash]]:
+        """Return of each node the names that it owns, in their order."""
+        cut = _cut(names)
+        if len(ring) <= self._owners:
+            return dict.fromkeys(ring.nodes, cut)  # each of them owns every name
+        owned: dict[NodeId, list[BlockHash]] = {}
+        for name, owners in zip(cut, ring.owners_of(names, self._owners), strict=True):
+            for node in owners:
+                owned.setdefault(node, []).append(name)
+        return owned
+
+    def _tell(self, node: NodeId, names: list[BlockHash], kind: Kind) -> None:
+        """Queue names for one node, all at once. What was queued of the same names is void."""
+        if not names or (node in self._behind and kind == "stored"):
+            return  # they are among what is told anew, behind what left
         told = self._pending.setdefault(node, {})
-        told.pop(name, None)
-        told[name] = kind
+        more = dict.fromkeys(names, kind)
+        for name in told.keys() & more.keys() if told else ():
+            del told[name]
+        told.update(more)
         if len(told) > PENDING_MAX:
             del self._pending[node]
             self._behind.add(node)
 
     def _take_back(self, names: bytes) -> None:
         """Tell names' owners that they left; who owned one before may have it still, and own it again."""
-        cut = _cut(names)
         for ring in (self._ring, *self._former) if names else ():
-            for name, owners in zip(cut, ring.owners_of(names, self._owners), strict=True):
-                for node in owners:
-                    if node in self._ring.nodes:
-                        self._tell(node, name, "removed")
+            for node, owned in self._by_owner(ring, names).items():
+                if node in self._ring.nodes:
+                    self._tell(node, owned, "removed")
 
     def _keep_removals(self, node: NodeId, queued: Mapping[BlockHash, Kind]) -> None:
         kept: dict[BlockHash, Kind] = {

@@ -120,15 +120,21 @@ class Directory:
             UsageError: The bytes are no whole names.
         """
         self._require(store)
-        keys = _split(names)
-        room = self._capacity - len(self._table)
-        if len(keys) > room and sum(self._table.get(key) is None for key in set(keys)) > room:
-            raise CapacityError(f"the directory holds {self._capacity} names: give it more room")
+        count, room = _count(names), self._capacity - len(self._table)
         # All at once what nobody held, which is nearly all there is.
-        if len(keys) <= room:
+        if count <= room:
             new = self._put_new(names, (store,))
+            if new.all():
+                self._tell("stored", store, names)
+                return count
+            keys = _split(names)
         else:
-            new = np.zeros(len(keys), dtype=np.bool_)
+            keys = _split(names)
+            if sum(self._table.get(key) is None for key in set(keys)) > room:
+                raise CapacityError(
+                    f"the directory holds {self._capacity} names: give it more room"
+                )
+            new = np.zeros(count, dtype=np.bool_)
         for at in np.flatnonzero(~new).tolist():
             stores = self._stores(keys[at])
             if store not in stores:
@@ -262,9 +268,15 @@ class Directory:
                 tell(Change(kind, store, names))
 
 
-def _split(names: bytes) -> list[BlockHash]:
-    if len(names) % HASH_BYTES:
+def _count(names: bytes) -> int:
+    count, rest = divmod(len(names), HASH_BYTES)
+    if rest:
         raise UsageError(f"{len(names)} bytes are not whole names of {HASH_BYTES}")
+    return count
+
+
+def _split(names: bytes) -> list[BlockHash]:
+    _count(names)
     return [
         BlockHash(names[begin : begin + HASH_BYTES]) for begin in range(0, len(names), HASH_BYTES)
     ]
