@@ -42,6 +42,7 @@ from kvpool.integration.process import leave
 from kvpool.integration.serve_options import ServeOptions, parse_arguments
 from kvpool.integration.supervisor import Supervisor
 from kvpool.metrics import Metrics
+from kvpool.standard_streams import never_wait_for_readers
 
 logger = logging.getLogger(__name__)
 
@@ -308,6 +309,7 @@ Try:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run ``kvpool-serve``. Returns the exit code: 2 for what the caller must fix."""
+    never_wait_for_readers()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s serve %(levelname)s %(message)s")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)  # also before the loop runs

@@ -32,6 +32,7 @@ from kvpool.integration.runtime.blocks import Blocks, Room
 from kvpool.integration.runtime.handoff import STATUS, Empty, WorkerStatus
 from kvpool.integration.runtime.model import LoadedModel, load_model
 from kvpool.integration.runtime.runner import ModelRunner
+from kvpool.standard_streams import never_wait_for_readers
 from kvpool.tiers.gpu import GpuTier
 from kvpool.transfer.base import Transport
 from kvpool.transfer.choice import (
@@ -355,6 +356,7 @@ def run(role: Role, make: Callable[[Parts], Served], argv: Sequence[str] | None)
     """Be a worker process. Returns the exit code: 2 for what the caller must fix."""
     # The first thing: a launcher that dies meanwhile must not leave this process behind.
     lib.kvp_die_with_parent(signal.SIGKILL)
+    never_wait_for_readers()
     logging.basicConfig(level=logging.INFO, format=f"%(asctime)s {role} %(levelname)s %(message)s")
     try:
         config = parse_arguments(role, argv)

@@ -5,15 +5,12 @@ Owns the process: flags, umask, run directory, exit status. What runs in it is i
 """
 
 import asyncio
-import io
 import logging
 import os
 import signal
-import stat
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
 
 from kvpool._native import lib
 from kvpool.errors import ConfigError, KVPoolError
@@ -23,9 +20,8 @@ from kvpool.server.from_settings import parts_of
 from kvpool.server.options import arguments_of, settings_of
 from kvpool.server.run_dir import RunDir
 from kvpool.server.settings_file import render_file
+from kvpool.standard_streams import never_wait_for_readers
 from kvpool.transfer.choice import TransportKind
-
-_STDERR: Final = 2
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -35,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(render_file(), end="")
         return 0
     os.umask(0o077)
-    _never_wait_for_readers()
+    never_wait_for_readers()
     try:
         if arguments.die_with:
             lib.kvp_die_with_parent(signal.SIGTERM)
@@ -58,29 +54,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kvpool-server: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def _never_wait_for_readers() -> None:
-    """Have lines to standard error be lost if it is a pipe or socket that is full: nobody waits.
-
-    Strangers make log lines, kvpool's and gRPC's own: who does not read them must not stop a server.
-    """
-    mode = os.fstat(_STDERR).st_mode
-    try:
-        if stat.S_ISSOCK(mode):
-            os.set_blocking(_STDERR, False)
-        elif stat.S_ISFIFO(mode):
-            # Opened anew: the flag would hold for others, too, who write to the same pipe.
-            own = os.open(f"/proc/self/fd/{_STDERR}", os.O_WRONLY | os.O_NONBLOCK)
-            os.dup2(own, _STDERR)
-            os.close(own)
-        else:
-            return
-    except OSError:
-        return  # it stays as it is
-    # Without a buffer, which would keep what could not be written, and fail with it at the end.
-    raw = io.FileIO(_STDERR, "w", closefd=False)
-    sys.stderr = io.TextIOWrapper(raw, errors="backslashreplace", write_through=True)
 
 
 def _tracer(path: Path | None) -> TraceSink | None:

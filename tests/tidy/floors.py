@@ -19,6 +19,7 @@ FLOORS: Mapping[str, int] = {
     "kvpool.arena": 0,
     "kvpool.bell": 0,
     "kvpool.completion": 0,
+    "kvpool.standard_streams": 0,
     "kvpool._native": 0,
     "kvpool.tiers": 1,
     "kvpool.transfer": 1,
