@@ -90,6 +90,10 @@ class Engine(Protocol):
         """Submit a batch; ``owner`` keeps its memory alive."""
         ...
 
+    def note(self, connection: "UcxConnection", note: bytes, deadline_s: float) -> None:
+        """Send a note alone."""
+        ...
+
     def disconnect(self, connection_id: int) -> None:
         """Close a connection by force."""
         ...
@@ -169,8 +173,10 @@ class UcxConnection:
         Raises:
             UsageError, PeerUnreachableError, ClosedError: As ``put``.
         """
+        if self._lost is not None:
+            raise self.gone()
         try:
-            self.put((), deadline_s, payload)
+            self._engine.note(self, payload, deadline_s)
         except CapacityError:
             return False
         return True

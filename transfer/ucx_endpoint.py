@@ -12,7 +12,6 @@ from typing import Final
 
 from kvpool.completion import Completion, Deadline
 from kvpool.errors import (
-    CapacityError,
     ClosedError,
     CorruptionError,
     KVPoolError,
@@ -118,9 +117,7 @@ class UcxEndpoint(RemoteEndpoint[Job]):
         with self._send_lock:
             if self._backlog or self._full():
                 return False
-            try:
-                self.connection.put((), PUT_TIMEOUT_S, frame(payload))
-            except CapacityError:
+            if not self.connection.notify(frame(payload), PUT_TIMEOUT_S):
                 return False
             self._sent += 1
             return True
@@ -178,10 +175,9 @@ class UcxEndpoint(RemoteEndpoint[Job]):
         """Send what waits. False if something still does. With the lock held."""
         try:
             while self._backlog:
-                self.connection.put((), PUT_TIMEOUT_S, self._backlog[0])
+                if not self.connection.notify(self._backlog[0], PUT_TIMEOUT_S):
+                    return False
                 self._backlog.popleft()
-        except CapacityError:
-            return False
         except (PeerUnreachableError, ClosedError):
             self._backlog.clear()  # on_lost tells of it
         return True

@@ -222,6 +222,26 @@ class NativeEngine:
             raise error_of(status, 0, "put")
         return source.completion
 
+    def note(self, connection: UcxConnection, note: bytes, deadline_s: float) -> None:
+        """Send a note alone, whose end nobody waits for; see ``UcxConnection.notify``."""
+        with self._lock:
+            status = lib.kvp_ucx_put(
+                self._live(),
+                connection.id,
+                ffi.NULL,
+                0,
+                note,
+                len(note),
+                nanoseconds(deadline_s),
+                0,
+            )
+        if status == lib.KVP_INVALID:
+            raise UsageError(f"a note of {len(note)} bytes is empty, or too large")
+        if status == lib.KVP_CLOSED:
+            raise connection.gone()
+        if status != lib.KVP_OK:
+            raise error_of(status, 0, "note")
+
     def _cancel_put(self, connection_id: int, cookie: int) -> None:
         with self._lock:
             if self._engine is not None:

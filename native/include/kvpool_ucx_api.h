@@ -143,6 +143,9 @@ kvp_status kvp_ucx_disconnect(kvp_ucx *engine, uint64_t endpoint);
  * timeout_ns. Batches of one endpoint are posted and notified in order. On a deadline the whole
  * endpoint is force-closed: a put cannot be called back otherwise. Never blocks, never posts.
  *
+ * A note alone with cookie 0 has no BATCH: its bytes were copied, and if it does not arrive the endpoint
+ * is CLOSED. An event would wake a thread for nothing each time.
+ *
  * `spans` and the memory they name belong to the engine until BATCH. KVP_INVALID: a span is empty
  * or passes the end of the peer's inbox, nothing to do, or note_size > 1088; nothing was done.
  * KVP_FULL: batch_max are in flight, or the peer has not taken enough of the earlier notes.

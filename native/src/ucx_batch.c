@@ -83,7 +83,11 @@ static void end_batch(kvp_batch *batch, kvp_status status, ucx_status code)
     batch->stage = BATCH_FREE;
     batch->next = engine->free_batches;
     engine->free_batches = batch;
-    kvp_event_push(engine, &event);
+    if (batch->count == 0 && batch->cookie == 0) {
+        engine->batches_used--; /* a note that nobody wants to hear of: see kvp_ucx_put */
+    } else {
+        kvp_event_push(engine, &event);
+    }
     pthread_mutex_unlock(&engine->lock);
 }
 

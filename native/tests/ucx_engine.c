@@ -227,9 +227,33 @@ static void test_window(side *server, side *client, uint16_t port)
     }
     CHECK(status == KVP_OK);
     CHECK(next(client, KVP_UCX_BATCH).status == KVP_OK);
+    next(server, KVP_UCX_ARRIVED);
     kvp_ucx_disconnect(client->engine, endpoint);
     CHECK(next(client, KVP_UCX_CLOSED).status == KVP_CLOSED);
+    next(server, KVP_UCX_CLOSED);
+}
+
+/* A note with cookie 0 arrives, and its sender hears nothing of it: its batch is free again all the same. */
+static void test_untold(side *server, side *client, uint16_t port)
+{
+    uint64_t endpoint = connect_to(client, "127.0.0.1", port, NULL);
+    next(client, KVP_UCX_OPENED);
+    next(server, KVP_UCX_OPENED);
+    uint8_t note[4] = "note";
+    kvp_ucx_counts before, after;
+    kvp_ucx_count(client->engine, &before);
+    for (int i = 0; i < 40; i++) {
+        CHECK(kvp_ucx_put(client->engine, endpoint, NULL, 0, note, 4, 10 * SECOND, 0) == KVP_OK);
+        next(server, KVP_UCX_ARRIVED);
+    }
+    CHECK(kvp_ucx_put(client->engine, endpoint, NULL, 0, note, 4, 10 * SECOND, 7) == KVP_OK);
     next(server, KVP_UCX_ARRIVED);
+    kvp_ucx_event ended = next(client, KVP_UCX_BATCH);
+    CHECK(ended.cookie == 7 && ended.status == KVP_OK);
+    kvp_ucx_count(client->engine, &after);
+    CHECK(after.batches == before.batches);
+    kvp_ucx_disconnect(client->engine, endpoint);
+    next(client, KVP_UCX_CLOSED);
     next(server, KVP_UCX_CLOSED);
 }
 
@@ -445,6 +469,7 @@ int main(int argc, char **argv)
     CHECK(kvp_ucx_put_protocol(client.engine, text, sizeof(text)) == KVP_OK);
     printf("%s\n", text);
     test_window(&server, &client, port);
+    test_untold(&server, &client, port);
     test_cancel(&server, &client, port);
     test_refusals(&server, &client, port);
     test_churn(&server, &client, port);
