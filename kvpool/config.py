@@ -41,7 +41,7 @@ def parse_size(text: str, *, key: str = "size") -> int:
     if not found:
         raise ConfigError(f"{key} is {text!r}: write a size such as 8GiB or 512MiB", key=key)
     size = float(found[1]) * _UNITS[found[2] or "B"]
-    if size < 1 or size != int(size):
+    if not 1 <= size < math.inf or size != int(size):
         raise ConfigError(f"{key} is {text!r}: it must be one or more whole bytes", key=key)
     return int(size)
 
@@ -140,8 +140,8 @@ class TransferConfig:
         match_timeout_s: Longest wait of ``match``; a server that is silent for longer is a miss.
         request_timeout_s: Longest wait of ``lease``, ``stats`` and other short requests, and of a store
             for any sign of life.
-        backoff_min_s, backoff_max_s: First and longest pause before a silent or dead server is
-            asked again; doubled after each failure.
+        backoff_min_s, backoff_max_s: First and longest pause before a dead server is asked again;
+            doubled after each failure.
         stores_max: Stores under way or queued at a client; one more is refused.
         completion_threads: Threads of a client that stage blocks and wait for replies.
         ucx_host: Address that UCX binds to. Any other than loopback needs ``trusted_network``.
@@ -151,8 +151,8 @@ class TransferConfig:
         ucx_library: Path of the libucp to load; ``""``: chosen, and ``kvpool doctor`` says why.
         ucx_transports: Which transports libucp may use, as ``UCX_TLS`` names them: ``"tcp"``, or such
             as ``"rc,tcp"`` where there is RDMA, over which reads are gets.
-        read_timeout_s: Longest that a replica may keep a lease or a load waiting without any sign of
-            life before the next one is asked.
+        read_timeout_s: Longest that one read of a ring (match, lease and load) waits for servers
+            without any sign of life, all of them and all steps together.
         replicas: Copies of each block that a store makes, on nodes of their own.
         ways: Which of a server's transports a client tries, of ``host`` and ``ucx``; with none, or
             where none works, blocks go through gRPC streams.

@@ -25,6 +25,7 @@ from kvpool.block import HASH_BYTES, BlockLayout, Namespace
 from kvpool.client.gathering import Gathering
 from kvpool.client.nodes import Nodes
 from kvpool.client.parts import ClusterLease, ClusterMatch, Leaser
+from kvpool.client.patience import Patience, Step
 from kvpool.client.placing import Placed, Placing
 from kvpool.client.remote import salted
 from kvpool.client.ways import Ways
@@ -73,7 +74,7 @@ class ClusterPool(BlockPool):
         self._process = os.getpid()
         self._salt: bytes | None = None
         self._short_leases = 0
-        self._leaser = Leaser(nodes, config.read_timeout_s)
+        self._leaser = Leaser(nodes)
         self._gathering = Gathering(nodes, self._leaser, layout, config)
         self._placing = Placing(nodes, config)
 
@@ -89,18 +90,22 @@ class ClusterPool(BlockPool):
     def match(self, chain: Chain) -> ClusterMatch:
         """Ask the directory, in two rounds at most. See ``BlockPool``."""
         self._require_open()
-        pieces = tuple(self._nodes.lookup(chain.hashes)) if len(chain) else ()
-        return ClusterMatch(chain, pieces[-1].end if pieces else 0, pieces)
+        patience = Patience(self._config.read_timeout_s)
+        pieces = tuple(self._nodes.lookup(chain.hashes, patience)) if len(chain) else ()
+        return ClusterMatch(chain, pieces[-1].end if pieces else 0, pieces, patience)
 
     def lease(self, match: Match, seconds: float) -> ClusterLease:
         """Ask the holders, and others if one has less than was said. See ``BlockPool``."""
         self._require_open()
         if not (math.isfinite(seconds) and seconds > 0):
             raise UsageError(f"a lease of {seconds} s: above 0, and not for ever")
-        pieces = match.pieces if isinstance(match, ClusterMatch) else None
-        if pieces is None:
-            pieces = tuple(self._nodes.lookup(match.chain.hashes[: match.blocks * HASH_BYTES]))
-        lease = ClusterLease(self, match, pieces, seconds)
+        if isinstance(match, ClusterMatch):
+            pieces, patience = match.pieces, match.patience.begin(Step.LEASE)
+        else:
+            patience = Patience(self._config.read_timeout_s)
+            hashes = match.chain.hashes[: match.blocks * HASH_BYTES]
+            pieces = tuple(self._nodes.lookup(hashes, patience))
+        lease = ClusterLease(self, match, pieces, seconds, patience)
         try:
             while lease.blocks < match.blocks:
                 part = self._leaser.lease(lease, lease.blocks, match.blocks, set())
@@ -125,6 +130,7 @@ class ClusterPool(BlockPool):
         now = self._clock.now()
         if leased.closed or any(part.lease.ends_at <= now for part in leased.parts):
             raise LeaseExpiredError("the lease is closed or has run out: match and lease again")
+        leased.patience = leased.patience.begin(Step.LOAD)
         return self._gathering.start(leased, dest, first, deadline_s)
 
     def store(

@@ -7,6 +7,7 @@ it: the pool over many servers.
 
 import logging
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
@@ -14,6 +15,7 @@ from typing import Final
 from kvpool.block import BlockLayout
 from kvpool.client.nodes import Nodes
 from kvpool.client.parts import ClusterLease, Leaser, Part
+from kvpool.client.patience import Patience
 from kvpool.completion import Completion, CompletionSource, Deadline
 from kvpool.config import TransferConfig
 from kvpool.errors import (
@@ -220,7 +222,7 @@ class Gathering:
             if at != one.begin:
                 given_up(one.pull)
                 continue
-            at += self._end(one.pull, one.part, deadline)
+            at += self._end(one.pull, one.part, lease.patience, deadline)
             if at < one.end and not self._over(deadline, running):
                 at = self._retry(lease, dest, first, (at, one.end), one.part, deadline, running)
         if running.cancel_requested:
@@ -255,22 +257,35 @@ class Gathering:
             pull.cancel()
         return pull
 
-    def _end(self, pull: Completion[int] | KVPoolError, part: Part, deadline: Deadline) -> int:
+    def _end(
+        self,
+        pull: Completion[int] | KVPoolError,
+        part: Part,
+        patience: Patience,
+        deadline: Deadline,
+    ) -> int:
         """Wait until nothing writes any more; return how many leading blocks came.
 
-        A holder that gives no sign of life for ``read_timeout_s`` meanwhile is given up.
+        A holder that gives no sign of life meanwhile is given up, as ``patience`` says; but for one
+        whose memory is mapped here, which nobody has to be alive for.
         """
         if isinstance(pull, KVPoolError):
             return 0
-        look_s = self._config.read_timeout_s / 2
+        silent_s, alive = patience.share_s(), part.lease.is_mapped()
         while True:
+            began = time.monotonic()
+            wait_s = deadline.remaining_s() if alive else silent_s / 2
             try:
-                return pull.wait(min(look_s, deadline.remaining_s()))
+                return pull.wait(min(wait_s, deadline.remaining_s()))
             except KVPoolError as error:
                 if pull.done():
                     logger.debug("a replica failed: %s", error)
+                    patience.spend(time.monotonic() - began, silent_s)
                     return 0
-            if deadline.passed() or not part.node.pool.is_alive(look_s):
+            if deadline.passed():
+                return given_up(pull)
+            if not part.node.pool.is_alive(silent_s / 2):
+                patience.spend(time.monotonic() - began, silent_s)
                 return given_up(pull)
 
     def _retry(
@@ -300,8 +315,8 @@ class Gathering:
             try:
                 view = dest.take(at - first, part.end - first)
                 pull = self._pull(part, view, at, deadline, running)
-                at += self._end(pull, part, deadline)
+                at += self._end(pull, part, lease.patience, deadline)
             finally:
-                part.lease.close()
+                part.lease.give_back(0.0)
             tried.add(part.node.node)
         return at

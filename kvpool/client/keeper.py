@@ -40,7 +40,11 @@ class LinkKeeper:
     when it was made, is replaced by a better one as soon as there is one: what begins from then on
     goes there. The replaced one stays open for what was leased on it.
 
-    One condition guards the links, their counts and ``_closed``. Nothing is called under it.
+    A server that did not answer somebody in time is not asked by anybody, until it has answered this
+    keeper's thread: silence costs the one who meets it first, and nobody behind.
+
+    One condition guards the links, their counts, ``_silent`` and ``_closed``. Nothing is called under
+    it.
 
     Args:
         place, layout, ways: As for ``open_link``.
@@ -69,8 +73,8 @@ class LinkKeeper:
         self._ways = ways
         self._attempt_s = attempt_s
         self._retry = Breaker(clock, min_s=backoff_min_s, max_s=backoff_max_s)  # of a dead server
-        self._silence = Breaker(clock, min_s=backoff_min_s, max_s=backoff_max_s)
         self._changed = threading.Condition()
+        self._silent = False  # and asked by the thread alone, until it answers
         self._link: Link | None = None
         self._replaced: list[Link] = []
         self._dead: list[Link] = []  # lost, to be closed by the thread
@@ -133,31 +137,27 @@ class LinkKeeper:
                 match by then is given up. None: ``timeout_s``.
 
         Raises:
-            TransferTimeoutError: No answer in time. The server is given a pause.
-            PeerUnreachableError: It is being given a pause, or there is none, or it was lost.
+            TransferTimeoutError: No answer in time. The server counts as silent.
+            PeerUnreachableError: It is silent, or there is none, or it was lost.
             ClosedError: The keeper is closed.
             KVPoolError: What the server answered.
         """
         link = link or self.link()
-        if not self._silence.allows():
-            raise PeerUnreachableError("the server did not answer lately: it is asked again soon")
+        if self.silent():
+            raise PeerUnreachableError("the server is silent: recompute; it is listened for")
         try:
             asked = link.caller.ask(method, request, timeout_s)
             if silent_s is not None:
                 wait_alive(link.caller, asked, silent_s)
             reply = asked.reply()
         except TransferTimeoutError:
-            self._silence.failed()
+            self.note_silence()
             raise
         except (PeerUnreachableError, ClosedError) as error:
-            self.lose(link)
+            self._lost(link)  # to be closed by the thread: that may take its time
             if self._closed:
                 raise ClosedError("the pool was closed: connect again") from error
             raise PeerUnreachableError(f"the server was lost, recompute: {error}") from error
-        except KVPoolError:
-            self._silence.succeeded()  # it answered
-            raise
-        self._silence.succeeded()
         return reply
 
     def way(self) -> str:
@@ -168,12 +168,18 @@ class LinkKeeper:
     def usable(self) -> bool:
         """Say whether there is a server, as far as is known, and it answered lately."""
         with self._changed:
-            linked = self._link is not None
-        return linked and not self._silence.open()
+            return self._link is not None and not self._silent
+
+    def silent(self) -> bool:
+        """Say whether the server did not answer somebody in time, and has not answered since."""
+        return self._silent
 
     def note_silence(self) -> None:
-        """Give the server a pause: it did not answer somebody in time."""
-        self._silence.failed()
+        """Take note that the server did not answer somebody in time: it is listened for from now on."""
+        with self._changed:
+            if self._link is not None:
+                self._silent = True
+                self._changed.notify_all()
 
     def lose(self, link: Link) -> None:
         """Give a link up: its path is closed first, a new one is made second. Idempotent."""
@@ -208,7 +214,7 @@ class LinkKeeper:
                     self._replaced.append(self._link)
                     self._dead += self._replaced[:-_REPLACED_MAX]
                     del self._replaced[:-_REPLACED_MAX]
-                self._link = link
+                self._link, self._silent = link, False
                 self._welcome = link.welcome
                 self._changed.notify_all()
         if closed:
@@ -234,7 +240,7 @@ class LinkKeeper:
         if link in self._replaced:
             self._replaced.remove(link)
         elif self._link is link:
-            self._link = None
+            self._link, self._silent = None, False
             self.losses += 1
         else:
             return False
@@ -248,22 +254,39 @@ class LinkKeeper:
                 link = self._link
                 hopes = link is not None and bool(link.late)
                 woken = self._changed.wait_for(
-                    lambda: self._closed or self._link is None or bool(self._dead),
+                    lambda: self._closed or self._link is None or self._silent or bool(self._dead),
                     better_s if hopes else None,
                 )
                 if self._closed:
                     return
                 dead, self._dead = self._dead, []
-                link = self._link
+                link, silent = self._link, self._silent
             for each in dead:
                 each.close()
             if link is None:
                 better_s = self._better_min_s
                 if not self._make():
                     return
+            elif silent:
+                self._listen(link)
             elif not woken:
                 better_s = min(2 * better_s, _BETTER_MAX_S)
                 self._make_better(link)
+
+    def _listen(self, link: Link) -> None:
+        """Ask a silent server for a sign of life, for the longest time of a try."""
+        try:
+            link.caller.call(protocol.MATCH, protocol.MatchRequest(), self._attempt_s)
+        except TransferTimeoutError:
+            return
+        except (PeerUnreachableError, ClosedError):
+            self._lost(link)
+            return
+        except KVPoolError as error:
+            logger.debug("the server at %s answers: %s", self.place, error)
+        with self._changed:
+            if self._link is link:
+                self._silent = False
 
     def _make(self) -> bool:
         """Try for a link, and wait a while if there is none. False: there will be none any more."""

@@ -5,7 +5,7 @@ Owns how long silence is borne. Knows nothing of what is waited for. Who calls i
 
 from kvpool.client import protocol
 from kvpool.client.rpc import Asked, Caller, Reply
-from kvpool.errors import KVPoolError, PeerUnreachableError, TransferTimeoutError
+from kvpool.errors import ClosedError, KVPoolError, PeerUnreachableError, TransferTimeoutError
 
 
 def wait_alive(caller: Caller, asked: Asked[Reply], silent_s: float) -> None:
@@ -19,15 +19,19 @@ def wait_alive(caller: Caller, asked: Asked[Reply], silent_s: float) -> None:
 
     Raises:
         TransferTimeoutError: The server is silent. The call was given up.
+        PeerUnreachableError, ClosedError: Its connection has ended, and the call, if it went another
+            way, was given up.
     """
     while not asked.wait(silent_s / 2):
         try:
             caller.call(protocol.MATCH, protocol.MatchRequest(), silent_s / 2)
-        except TransferTimeoutError:
+        except (TransferTimeoutError, PeerUnreachableError, ClosedError):
+            if asked.wait(0):
+                return  # it says itself what came of it
             asked.cancel()
             raise
         except KVPoolError:
-            continue  # an answer too; or the connection is lost, and with it the call
+            continue  # an answer too
 
 
 def reply_of_store(

@@ -32,6 +32,7 @@ from kvpool.errors import (
 )
 from kvpool.memory import BlockView
 from kvpool.transfer.base import RemoteSlots
+from kvpool.transfer.host_endpoint import HostEndpoint
 
 logger = logging.getLogger(__name__)
 
@@ -75,6 +76,14 @@ class RemoteLease(Lease):
     def close(self) -> None:
         """Give the right back, in one bounded request. See ``Lease``."""
         self.loads.close_lease(self)
+
+    def give_back(self, wait_s: float) -> None:
+        """Close it for who waits for the server no longer than ``wait_s``; 0: not at all."""
+        self.loads.close_lease(self, wait_s)
+
+    def is_mapped(self) -> bool:
+        """Say whether its bytes are copied here, out of the server's memory, whatever becomes of it."""
+        return isinstance(self.link.endpoint, HostEndpoint)
 
 
 class _Loading(Completion[int]):
@@ -180,13 +189,18 @@ class Loads:
         pull.add_done_callback(lambda: self._ended(load))
         return loading
 
-    def close_lease(self, lease: RemoteLease) -> None:
-        """Release a lease now, or after its last load. Idempotent, never raises."""
+    def close_lease(self, lease: RemoteLease, wait_s: float | None = None) -> None:
+        """Release a lease now, or after its last load. Idempotent, never raises.
+
+        ``wait_s`` is the longest wait for the server to take it. 0: a thread here waits.
+        """
         with self._changed:
             already, lease.closed = lease.closed, True
             over = not already and not lease.running
-        if over:
-            self._release(lease)
+        if over and wait_s == 0.0:
+            self._tell(lambda: self._release(lease))
+        elif over:
+            self._release(lease, wait_s)
 
     def close(self) -> None:
         """Have the loads under way end with ClosedError, as soon as their link is closed.
@@ -316,14 +330,15 @@ class Loads:
             lease.running -= 1
             return lease.closed and not lease.running
 
-    def _release(self, lease: RemoteLease) -> None:
+    def _release(self, lease: RemoteLease, wait_s: float | None = None) -> None:
         if not lease.link.alive():
             return  # the server gave it back when the connection ended
         request = protocol.ReleaseRequest(client=lease.link.client, lease=lease.number)
         if lease.link.caller.tell(protocol.RELEASE, request):
             return
+        timeout_s = self._timeout_s if wait_s is None else min(wait_s, self._timeout_s)
         try:
-            self._keeper.ask(protocol.RELEASE, request, self._timeout_s, lease.link)
+            self._keeper.ask(protocol.RELEASE, request, timeout_s, lease.link)
         except KVPoolError as error:
             logger.debug("a lease was not released, it will run out: %s", error)
 

@@ -7,6 +7,7 @@ the pool over many servers.
 
 import logging
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from kvpool.client import protocol
 from kvpool.client.access import ClientAccess
 from kvpool.client.breaker import Breaker
 from kvpool.client.link import Place
+from kvpool.client.patience import Patience
 from kvpool.client.remote import RemotePool
 from kvpool.client.rpc import Asked, Caller
 from kvpool.client.settling import Settling
@@ -40,7 +42,7 @@ logger = logging.getLogger(__name__)
 _REFRESH_S: Final = 1.0
 # How long look-ups go by the ring before a change: shards have to be told first.
 _SETTLE_S: Final = 3.0
-# A shard that had less than this part of a look-up's time is slow perhaps, and no sign of silence.
+# A shard that had less than this part of what a read waits is slow perhaps, and no sign of silence.
 _SILENT_SHARE: Final = 0.25
 # How long one member after the other is waited for while none is connected.
 _LOOK_S: Final = 0.1
@@ -65,6 +67,17 @@ class Node:
     pool: RemotePool
     caller: Caller
     breaker: Breaker
+
+    def is_avoided(self) -> bool:
+        """Say whether its shard is asked only where there is no other owner."""
+        return self.pool.silent() or self.breaker.open()
+
+    def may_be_asked(self) -> bool:
+        """Say whether its shard may be asked now: a silent one is a wait that a read has not to make.
+
+        While it fails, True is this pause's one try.
+        """
+        return not self.pool.silent() and self.breaker.allows()
 
     def close(self) -> None:
         """Close its pool and connection."""
@@ -165,16 +178,17 @@ class Nodes:
             names = self._ring.owners(name, len(self._ring)) if len(self._ring) else ()
         return [node for node in (self.get(one) for one in names) if node is not None]
 
-    def lookup(self, hashes: bytes) -> list[Piece]:
+    def lookup(self, hashes: bytes, patience: Patience) -> list[Piece]:
         """Ask who holds the leading blocks, for at most ``match_timeout_s``.
 
-        Stores of members that cannot be asked now are left out, and reads that failed lately.
+        A shard that does not answer in time costs the read of ``patience``, and nobody asks it for a
+        while. Stores of members that cannot be asked now are left out, and reads that failed lately.
         """
         deadline = Deadline(self._config.match_timeout_s)
         with self._changed:
             if not len(self._ring):
                 return []
-            avoid = {node for node, one in self._nodes.items() if one.breaker.open()}
+            avoid = {node for node, one in self._nodes.items() if one.is_avoided()}
             avoid |= set(self._ring.nodes) - set(self._nodes)  # they left
             lookup = Lookup(hashes, self._ring, self._load, avoid=avoid)
         while True:
@@ -182,10 +196,10 @@ class Nodes:
                 questions = lookup.ask()
             if not questions:
                 break
-            answers, failed = self._ask(questions, deadline.remaining_s() / 2)
+            answers, failed = self._ask(questions, patience, deadline)
             if failed:
                 others = lookup.ask_others(failed)
-                answers.update(self._ask(others, deadline.remaining_s() / 2)[0])
+                answers.update(self._ask(others, patience, deadline)[0])
             lookup.answer(answers)
         with self._changed:
             self.lookups += 1
@@ -218,23 +232,26 @@ class Nodes:
     # ---- look-ups --------------------------------------------------------------------------------
 
     def _ask(
-        self, questions: Iterable[Question], timeout_s: float
+        self, questions: Iterable[Question], patience: Patience, deadline: Deadline
     ) -> tuple[dict[NodeId, Sequence[tuple[Store, ...]]], set[NodeId]]:
-        """Ask shards side by side; return their answers, and who gave none."""
+        """Ask shards side by side, at most as long as for one; return their answers, and who gave none."""
         asked: dict[NodeId, tuple[Node, Asked[protocol.LookupReply]]] = {}
         failed: set[NodeId] = set()
-        silent_s = _SILENT_SHARE * self._config.match_timeout_s
+        silent_s = _SILENT_SHARE * self._config.read_timeout_s
+        timeout_s = min(patience.share_s(), deadline.remaining_s() / 2)
+        give_up, began = Deadline(timeout_s), time.monotonic()
         for question in questions:
             with self._changed:
                 node = self._nodes.get(question.node)
-            if node is None:
+            if node is None or not node.may_be_asked():
                 failed.add(question.node)
                 continue
             request = protocol.LookupRequest(names=question.names)
             try:
                 caller = node.pool.caller() or node.caller
-                asked[question.node] = node, caller.ask(protocol.LOOKUP, request, timeout_s)
-            except KVPoolError:  # its connection or channel has ended
+                call = caller.ask(protocol.LOOKUP, request, give_up.remaining_s())
+                asked[question.node] = node, call
+            except KVPoolError:  # its connection or channel has ended, or takes no more
                 failed.add(question.node)
         answers: dict[NodeId, Sequence[tuple[Store, ...]]] = {}
         for name, (node, call) in asked.items():
@@ -251,6 +268,8 @@ class Nodes:
             answers[name] = _stores(reply)
             if reply.ring != self._digest:
                 self._poke()
+        if failed:
+            patience.spend(time.monotonic() - began, timeout_s)
         return answers, failed
 
     def _present(self, hashes: bytes, pieces: list[Piece]) -> list[Piece]:

@@ -5,12 +5,14 @@ over many servers, and its loads.
 """
 
 import logging
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 from kvpool.base import BlockPool, Chain, Lease, Match
 from kvpool.block import HASH_BYTES, NodeId
 from kvpool.client.loads import RemoteLease
 from kvpool.client.nodes import Node, Nodes
+from kvpool.client.patience import Patience
 from kvpool.client.placing import cheapest
 from kvpool.errors import CapacityError, ClosedError, KVPoolError, UsageError
 from kvpool.index.lookup import Piece
@@ -20,9 +22,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ClusterMatch(Match):
-    """A match, and who holds what of it."""
+    """A match, who holds what of it, and how long its read may still wait for silent servers."""
 
-    pieces: tuple[Piece, ...] = ()
+    pieces: tuple[Piece, ...]
+    patience: Patience = field(compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,12 +45,19 @@ class ClusterLease(Lease):
         pool: Whose it is.
         pieces: Who else holds what of the chain.
         parts: What is leased from whom, in order, without a gap.
+        patience: Of the read that it is for.
     """
 
     def __init__(
-        self, pool: BlockPool, match: Match, pieces: tuple[Piece, ...], seconds: float
+        self,
+        pool: BlockPool,
+        match: Match,
+        pieces: tuple[Piece, ...],
+        seconds: float,
+        patience: Patience,
     ) -> None:
         self.pool = pool
+        self.patience = patience
         self.chain = match.chain
         self.pieces = pieces
         self.seconds = seconds
@@ -59,7 +69,11 @@ class ClusterLease(Lease):
         """Give every part back. See ``Lease``."""
         self.closed = True
         for part in self.parts:
-            part.lease.close()
+            wait_s = self.patience.share_s()
+            began = time.monotonic()
+            part.lease.give_back(wait_s)
+            if part.node.pool.silent():
+                self.patience.spend(time.monotonic() - began, wait_s)
 
 
 class Leaser:
@@ -67,12 +81,10 @@ class Leaser:
 
     Args:
         nodes: The servers.
-        silent_s: A server without any sign of life for so long is given up.
     """
 
-    def __init__(self, nodes: Nodes, silent_s: float) -> None:
+    def __init__(self, nodes: Nodes) -> None:
         self._nodes = nodes
-        self._silent_s = silent_s
         self._closed = False
 
     def close(self) -> None:
@@ -81,6 +93,8 @@ class Leaser:
 
     def lease(self, lease: ClusterLease, begin: int, end: int, tried: set[NodeId]) -> Part | None:
         """Lease blocks from ``begin`` on from the cheapest server that has not been tried.
+
+        A server that gives no sign of life is given up, as the patience of the lease says.
 
         Returns:
             One part, up to ``end`` or less; None if nobody gives any. Servers that gave nothing are
@@ -100,17 +114,19 @@ class Leaser:
             missing = 0 if begin else len(lease.chain) - end
             hashes = lease.chain.hashes[begin * HASH_BYTES : stop * HASH_BYTES]
             part = Chain(lease.chain.namespace, hashes)
+            silent_s, began = lease.patience.share_s(), time.monotonic()
             try:
                 got = node.pool.lease(
                     Match(part, stop - begin),
                     lease.seconds,
                     missing=missing,
-                    silent_s=self._silent_s,
+                    silent_s=silent_s,
                 )
             except (CapacityError, UsageError):
                 raise
             except KVPoolError as error:
                 logger.debug("%s gives no lease: %s", node.node, error)
+                lease.patience.spend(time.monotonic() - began, silent_s)
                 if self._closed:
                     raise ClosedError("the pool is closed: connect again") from error
                 tried.add(node.node)
@@ -119,5 +135,5 @@ class Leaser:
                 self._nodes.absent(node.node, lease.chain[begin + got.blocks])
             if got.blocks:
                 return Part(begin, begin + got.blocks, node, got)
-            got.close()
+            got.give_back(0.0)
             tried.add(node.node)

@@ -12,6 +12,7 @@ from typing import Final
 from kvpool.base import Chain, Durability, StoreResult
 from kvpool.block import NodeId
 from kvpool.client.nodes import Node, Nodes
+from kvpool.client.patience import Patience
 from kvpool.completion import Completion, CompletionSource, Deadline
 from kvpool.config import TransferConfig
 from kvpool.errors import (
@@ -167,7 +168,8 @@ class Placing:
         return list(order.values())
 
     def _holders(self, chain: Chain) -> list[Node]:
-        pieces = tuple(self._nodes.lookup(chain.hashes))
+        patience = Patience(self._config.read_timeout_s)
+        pieces = tuple(self._nodes.lookup(chain.hashes, patience))
         found = cheapest(self._nodes, pieces, 0, len(chain), set())
         return [found[0]] if found is not None and found[1] >= _HOME_SHARE * len(chain) else []
 

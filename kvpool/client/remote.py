@@ -262,7 +262,7 @@ class RemotePool(BlockPool):
         return self._keeper.usable()
 
     def is_alive(self, timeout_s: float) -> bool:
-        """Ask the server for a sign of life. If there is none, it is not asked again for a while."""
+        """Ask the server for a sign of life. If there is none, nobody asks it again until there is."""
         try:
             self._keeper.ask(protocol.MATCH, protocol.MatchRequest(), timeout_s)
         except UsageError:
@@ -272,8 +272,12 @@ class RemotePool(BlockPool):
         return True
 
     def note_silence(self) -> None:
-        """Take note that the server's process did not answer in time: it is given a pause."""
+        """Take note that the server's process did not answer in time: nobody asks until it does."""
         self._keeper.note_silence()
+
+    def silent(self) -> bool:
+        """Say whether the server did not answer somebody in time, and has not answered since."""
+        return self._keeper.silent()
 
     def caller(self) -> Caller | None:
         """Return what asks the server over the link there is; None: there is none now."""

@@ -14,12 +14,18 @@ from typing import Final, Self
 import numpy as np
 
 from kvpool.client.cluster import ClusterPool
+from kvpool.client.remote import RemotePool
+from kvpool.config import TransferConfig
 from kvpool.errors import UnavailableError
 from kvpool.testing.blocks import view_of
 from tests.faults.pool_client import LAYOUT, blocks_of, chain_of
 from tests.server_process import WAIT_S
 
 LEASE_S: Final = 20.0
+# What a read may wait for servers that are silent.
+BOUND_S: Final = TransferConfig().read_timeout_s
+# The chain at a server to which nothing happens.
+BESIDE: Final = 1000
 
 
 class Readers:
@@ -28,30 +34,41 @@ class Readers:
     Args:
         pool: What they read from.
         numbers: The chains, stored before, of ``blocks`` blocks each.
+        beside: A server to which nothing happens, and that holds chain ``BESIDE``: one more thread
+            reads that, so that what the machine makes everybody wait can be told from what a fault
+            does.
 
     Attributes:
         loads: Loads that ended, with whatever came.
         whole: Those in which all blocks came.
         longest_s: The longest of match, lease and load together.
         longest: What it was made of, for a person.
-        starved_s: The longest that a thread here had to wait beyond a millisecond of sleep meanwhile:
-            what the machine, not a pool, makes everybody wait.
     """
 
     def __init__(
-        self, pool: ClusterPool, numbers: Sequence[int], blocks: int, threads: int = 2
+        self,
+        pool: ClusterPool,
+        numbers: Sequence[int],
+        blocks: int,
+        threads: int = 2,
+        beside: RemotePool | None = None,
     ) -> None:
         self._pool = pool
+        self._beside = beside
         self._numbers = numbers
         self._blocks = blocks
         self._end = threading.Event()
         self._lock = threading.Lock()
         self.loads = self.whole = 0
-        self.longest_s = self.starved_s = 0.0
+        self.longest_s = 0.0
         self.longest = ""
+        self._longest_at = (0.0, 0.0)
+        self._over = 0
+        self._well: list[tuple[float, float]] = []  # when reads beside began and ended
         self._threads = ThreadPoolExecutor(threads + 1)
         self._running = [self._threads.submit(self._read, number) for number in range(threads)]
-        self._running.append(self._threads.submit(self._nap))
+        if beside is not None:
+            self._running.append(self._threads.submit(self._read_beside, beside))
 
     def _read(self, first: int) -> None:
         turn = first
@@ -60,35 +77,47 @@ class Readers:
             turn += 1
             steps = [time.monotonic()]
             came = load_checked(self._pool, number, self._blocks, steps)
-            steps.append(time.monotonic())
             took_s = steps[-1] - steps[0]
             with self._lock:
                 self.loads += 1
                 self.whole += came == self._blocks
+                self._over += took_s > BOUND_S
                 if took_s > self.longest_s:
                     self.longest_s = took_s
+                    self._longest_at = steps[0], steps[-1]
                     parts = (end - begin for begin, end in pairwise(steps))
                     self.longest = " + ".join(f"{part * 1e3:.0f}" for part in parts) + " ms"
 
-    def _nap(self) -> None:
+    def _read_beside(self, well: RemotePool) -> None:
         while not self._end.is_set():
-            began = time.monotonic()
-            time.sleep(0.001)
-            late_s = time.monotonic() - began - 0.001
+            steps = [time.monotonic()]
+            assert load_checked(well, BESIDE, self._blocks, steps) in (0, self._blocks)
             with self._lock:
-                self.starved_s = max(self.starved_s, late_s)
+                self._well.append((steps[0], steps[-1]))
 
     def forget_longest(self) -> None:
         """Begin anew to look for the longest."""
         with self._lock:
-            self.longest_s = self.starved_s = 0.0
+            self.longest_s, self.longest = 0.0, ""
+            self._over = 0
+            self._well.clear()
 
     def told(self) -> str:
-        """Say what the longest was, and what it was made of: match, lease, load."""
+        """Say what the longest was and what it was made of: match, lease, load and release.
+
+        Beside it the longest read of the well server: of those at the same time, and of all.
+        """
         with self._lock:
+            begin, end = self._longest_at
+            meanwhile = [
+                ended - began for began, ended in self._well if ended > begin and began < end
+            ]
+            well = [ended - began for began, ended in self._well]
             return (
-                f"{self.longest_s * 1e3:.0f} ms ({self.longest}; "
-                f"a sleeper was late by {self.starved_s * 1e3:.0f} ms)"
+                f"{self.longest_s * 1e3:.0f} ms ({self.longest}); {self._over} of more than "
+                f"{BOUND_S * 1e3:.0f} ms; at a well server meanwhile "
+                f"{max(meanwhile, default=0) * 1e3:.0f} ms, at any time "
+                f"{max(well, default=0) * 1e3:.0f} ms"
             )
 
     def __enter__(self) -> Self:
@@ -108,23 +137,25 @@ class Readers:
 
 
 def load_checked(
-    pool: ClusterPool, number: int, blocks: int, steps: list[float] | None = None
+    pool: ClusterPool | RemotePool, number: int, blocks: int, steps: list[float] | None = None
 ) -> int:
     """Match, lease and load a chain; return how many blocks came. What came must be right.
 
-    When the match and the lease were there is added to ``steps``.
+    When the match, the lease and the end were there is added to ``steps``.
     """
     noted = [] if steps is None else steps
+    good = 0
+    out = np.zeros((blocks, LAYOUT.block_bytes), dtype=np.uint8)
     try:
         match = pool.match(chain_of(pool, number, blocks))
         noted.append(time.monotonic())
         with pool.lease(match, LEASE_S) as lease:
             noted.append(time.monotonic())
-            if not lease.blocks:
-                return 0
-            out = np.zeros((lease.blocks, LAYOUT.block_bytes), dtype=np.uint8)
-            good = pool.load(lease, view_of(LAYOUT, out), deadline_s=WAIT_S).wait(WAIT_S)
+            if lease.blocks:
+                dest = view_of(LAYOUT, out[: lease.blocks])
+                good = pool.load(lease, dest, deadline_s=WAIT_S).wait(WAIT_S)
     except UnavailableError:
-        return 0
+        good = 0
+    noted.append(time.monotonic())
     np.testing.assert_array_equal(out[:good], blocks_of(number, blocks)[:good])
     return good

@@ -4,17 +4,21 @@ With ``--soak``: they take minutes, and say what the longest wait of a reader wa
 their kind are in ``test_ring.py``.
 """
 
+import contextlib
 import time
+from collections.abc import Iterator
 from functools import partial
 
 import pytest
 
 from kvpool.base import StoreResult
 from kvpool.client.cluster import ClusterPool
+from kvpool.client.connect import connect
+from kvpool.client.remote import RemotePool
 from kvpool.config import TransferConfig
 from kvpool.testing.blocks import view_of
 from tests.faults.pool_client import LAYOUT, blocks_of, chain_of
-from tests.faults.ring_load import Readers, load_checked
+from tests.faults.ring_load import BESIDE, Readers, load_checked
 from tests.ring import RingNode, RingOfServers
 from tests.server_process import WAIT_S, until
 
@@ -46,6 +50,20 @@ def holder(ring: RingOfServers, pool: ClusterPool) -> RingNode:
         return ring.named(str(lease.parts[0].node.node))
 
 
+@contextlib.contextmanager
+def read_by(ring: RingOfServers, pool: ClusterPool, hit: RingNode) -> Iterator[Readers]:
+    """Have readers read, one of them from a server to which nothing happens, for a second to begin."""
+    well = next(node for node in ring.nodes if node is not hit)
+    with connect(well.folder / "run", LAYOUT, WAIT_S) as beside:
+        assert isinstance(beside, RemotePool)
+        source = view_of(LAYOUT, blocks_of(BESIDE, BLOCKS))
+        chain = chain_of(beside, BESIDE, BLOCKS)
+        assert beside.store(chain, source, deadline_s=WAIT_S).wait(WAIT_S).stored == BLOCKS
+        with Readers(pool, CHAINS, BLOCKS, beside=beside) as readers:
+            rest(1.0, readers)
+            yield readers
+
+
 def rest(seconds: float, readers: Readers) -> None:
     """Let the readers read for a time, whose length is what is tested."""
     before = readers.loads
@@ -66,8 +84,7 @@ def test_a_killed_server_comes_back_with_what_is_durable(
         store_all(patient, replicas)
         killed = holder(ring, patient)
         others = {node.name: node.pid for node in ring.nodes if node is not killed}
-        with Readers(pool, CHAINS, BLOCKS) as readers:
-            rest(1.0, readers)
+        with read_by(ring, pool, killed) as readers:
             before_s = readers.longest_s
             readers.forget_longest()
             killed.kill()
@@ -90,11 +107,10 @@ def test_a_stopped_server_wipes_nothing_and_gives_no_wrong_byte(
 ) -> None:
     with started() as ring, ring.connect(LAYOUT) as patient, ring.connect(LAYOUT, DEFAULT) as pool:
         store_all(patient, 1)
-        ready = patient.stats().ready
         stopped = holder(ring, patient)
         pids = [node.pid for node in ring.nodes]
-        with Readers(pool, CHAINS, BLOCKS) as readers:
-            rest(1.0, readers)
+        with read_by(ring, pool, stopped) as readers:
+            ready = patient.stats().ready
             readers.forget_longest()
             with stopped.halted():
                 rest(STOPPED_S, readers)
