@@ -9,7 +9,10 @@ import io
 import os
 import stat
 import sys
-from typing import Final, TextIO
+from typing import TYPE_CHECKING, Final, TextIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 _STDIN: Final = 0
 _STDOUT: Final = 1
@@ -73,18 +76,18 @@ class _LossyFile(io.FileIO):
 
     _lost = 0
 
-    def write(self, data: bytes) -> int:  # type: ignore[override]
+    def write(self, data: "ReadableBuffer", /) -> int:
         if self._lost:
             note = f"({self._lost} pieces of output were lost here: nobody took them)\n"
             if not self._wrote(note.encode()):
                 self._lost += 1
-                return len(data)
+                return memoryview(data).nbytes
             self._lost = 0
         if not self._wrote(data):
             self._lost += 1
-        return len(data)
+        return memoryview(data).nbytes
 
-    def _wrote(self, data: bytes) -> bool:
+    def _wrote(self, data: "ReadableBuffer") -> bool:
         try:
             return super().write(data) is not None
         except OSError:

@@ -9,7 +9,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, Protocol
 
@@ -75,8 +75,16 @@ class SlowStore(Protocol):
         """Pin the leading blocks that are there."""
         ...
 
+    def hold(self, keys: bytes) -> Slots:
+        """Pin the leading blocks that are there: not a use, and not counted."""
+        ...
+
     def unpin(self, slots: Sequence[Slot]) -> None:
         """Give pins back."""
+        ...
+
+    def blocks(self) -> tuple[bytes, bytes]:
+        """Return the keys of all blocks that are there, and their parents."""
         ...
 
     def drop(self, key: BlockHash, reason: str) -> bool:
@@ -148,7 +156,7 @@ class Flusher:
         self._changed = threading.Condition()
         self._runs: deque[tuple[bytes, BlockHash | None]] = deque()
         self._counts = FlushCounts()
-        self._busy = self._looked = self._closed = False
+        self._busy = self._looked = self._hurries = self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvpool-flush", daemon=True)
         self._thread.start()
 
@@ -179,6 +187,12 @@ class Flusher:
                 timeout_s,
             )
 
+    def hurry(self) -> None:
+        """Write what waits without rests, from now on: nobody loads any more, and the end is near."""
+        with self._changed:
+            self._hurries = True
+            self._changed.notify_all()
+
     def close(self, timeout_s: float) -> bool:
         """End the thread after the write under way; False if it has not ended in time. Idempotent."""
         with self._changed:
@@ -199,9 +213,10 @@ class Flusher:
                 self._changed.wait_for(
                     lambda: self._closed or self._runs or not self._looked, _IDLE_S
                 )
-                pause_s = earliest - time.monotonic()
-                if pause_s > 0 and self._runs:
-                    self._changed.wait_for(lambda: self._closed, pause_s)
+                if self._runs:
+                    self._pause(earliest, lambda: self._closed or self._hurries)
+                    if backoff_s and self._hurries:
+                        self._pause(time.monotonic() + _BACKOFF_MIN_S, lambda: self._closed)
                 if self._closed:
                     return
                 run = self._runs.popleft() if self._runs else None
@@ -219,14 +234,20 @@ class Flusher:
                 logger.exception("the flusher met an error that it does not know; it goes on")
             finally:
                 self._settle(run, left)
+            if run is None:
+                continue  # the rest after the last write goes on
             backoff_s = min(max(2 * backoff_s, _BACKOFF_MIN_S), _BACKOFF_MAX_S) if left else 0.0
-            earliest = time.monotonic() + backoff_s
-            if run is not None:
-                took_s = time.monotonic() - began
-                written = (len(run[0]) - len(left)) // HASH_BYTES * self._block_bytes
-                loaded = self._loads() != loads
-                rest = rest_s(took_s, written, self._limits.bytes_s, loaded=loaded)
-                earliest = max(earliest, began + took_s + rest)
+            took_s = time.monotonic() - began
+            written = (len(run[0]) - len(left)) // HASH_BYTES * self._block_bytes
+            loaded = self._loads() != loads
+            rest = rest_s(took_s, written, self._limits.bytes_s, loaded=loaded)
+            earliest = began + took_s + max(backoff_s, rest)
+
+    def _pause(self, until: float, early: Callable[[], bool]) -> None:
+        """Wait until a time, or until it is of no use. Under the lock."""
+        pause_s = until - time.monotonic()
+        if pause_s > 0:
+            self._changed.wait_for(early, pause_s)
 
     def _settle(self, run: tuple[bytes, BlockHash | None] | None, left: bytes) -> None:
         """Put back what could not be written, and count the rest as done."""

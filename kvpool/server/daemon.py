@@ -102,7 +102,7 @@ async def serve(
             path = run_dir.path / protocol.TRANSPORT_SOCKET
             address = listen_address(kind, path, config.transfer)
             pool.addresses[kind] = transport.listen(address, pool.sessions.on_connect)
-        ends.push_async_callback(_flush, pool, config.stop_timeout_s * _FLUSH_SHARE)
+        ends.push_async_callback(_flush, pool, config)
         probes = GrpcHealth()
         await probes.starting()
         local = Service(gate=tenancy.gate(parts.authenticator, local=True))
@@ -198,14 +198,20 @@ async def _nobody_else(request: protocol.Done) -> protocol.MembersReply:
     return protocol.MembersReply()
 
 
-async def _flush(pool: PoolService, timeout_s: float) -> None:
+async def _flush(pool: PoolService, config: ServerConfig) -> None:
     """Wait until what is to be on the SSD is there, as far as the time goes."""
     loop = asyncio.get_running_loop()
-    give_up = loop.time() + timeout_s
+    give_up = loop.time() + config.stop_timeout_s * _FLUSH_SHARE
+    pool.hurry()
     while (left := pool.backlog()) and loop.time() < give_up:
         await asyncio.sleep(_LOOK_S)
     if left:
-        logger.warning("%d blocks were not written to the SSD in time: they are lost", left)
+        assert config.pool.ssd is not None
+        logger.error(
+            "%d blocks were not written to %s in time and are lost: see whether that disk is well, or "
+            "raise node.stop_timeout_s (%s s)",
+            *(left, config.pool.ssd.folder, config.stop_timeout_s),
+        )
 
 
 async def _aside(executor: ThreadPoolExecutor, transport: Transport) -> None:

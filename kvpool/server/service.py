@@ -134,6 +134,12 @@ class PoolService:
         pool = self._served.opened()
         return 0 if pool is None else tier_counts(pool.tier).get("stack", {}).get("backlog", 0)
 
+    def hurry(self) -> None:
+        """Have what waits for the SSD written as fast as that takes it, whatever the budget."""
+        pool = self._served.opened()
+        if pool is not None and isinstance(pool.tier, StackTier):
+            pool.tier.flusher.hurry()
+
     def close(self) -> None:
         """Close the pool. After the transport was closed: nobody reads or writes it any more."""
         if self._sweeping is not None:
