@@ -90,9 +90,9 @@ class ClusterPool(BlockPool):
     def match(self, chain: Chain) -> ClusterMatch:
         """Ask the directory, in two rounds at most. See ``BlockPool``."""
         self._require_open()
-        patience = Patience(self._config.read_timeout_s)
+        patience = self._patience()
         pieces = tuple(self._nodes.lookup(chain.hashes, patience)) if len(chain) else ()
-        return ClusterMatch(chain, pieces[-1].end if pieces else 0, pieces, patience)
+        return ClusterMatch(chain, pieces[-1].end if pieces else 0, pieces, self, patience)
 
     def lease(self, match: Match, seconds: float) -> ClusterLease:
         """Ask the holders, and others if one has less than was said. See ``BlockPool``."""
@@ -100,9 +100,10 @@ class ClusterPool(BlockPool):
         if not (math.isfinite(seconds) and seconds > 0):
             raise UsageError(f"a lease of {seconds} s: above 0, and not for ever")
         if isinstance(match, ClusterMatch):
-            pieces, patience = match.pieces, match.patience.begin(Step.LEASE)
+            patience = match.patience if match.pool is self else self._patience()
+            pieces, patience = match.pieces, patience.begin(Step.LEASE)
         else:
-            patience = Patience(self._config.read_timeout_s)
+            patience = self._patience()
             hashes = match.chain.hashes[: match.blocks * HASH_BYTES]
             pieces = tuple(self._nodes.lookup(hashes, patience))
         lease = ClusterLease(self, match, pieces, seconds, patience)
@@ -203,6 +204,9 @@ class ClusterPool(BlockPool):
         self._gathering.join()
         self._placing.join()
         self._ways.close()
+
+    def _patience(self) -> Patience:
+        return Patience(self._config.read_timeout_s)
 
     def _require_open(self) -> None:
         if self._closed:

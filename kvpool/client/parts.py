@@ -22,9 +22,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ClusterMatch(Match):
-    """A match, who holds what of it, and how long its read may still wait for silent servers."""
+    """A match, who holds what of it, whose it is, and how long its read may still wait for silence."""
 
     pieces: tuple[Piece, ...]
+    pool: BlockPool = field(compare=False, repr=False)
     patience: Patience = field(compare=False, repr=False)
 
 

@@ -1,16 +1,18 @@
 """A ring of real servers: killed, stopped, restarted, all at once or one by one, under a client."""
 
+import itertools
 import os
-from collections.abc import Iterator
-from contextlib import ExitStack
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
-from itertools import count
 
 import numpy as np
 import pytest
 
-from kvpool.base import Chain, StoreResult
+from kvpool.base import Chain, Match, StoreResult
 from kvpool.client.access import OPEN
 from kvpool.client.cluster import ClusterPool
 from kvpool.client.nodes import Nodes
@@ -21,6 +23,7 @@ from kvpool.config import TransferConfig
 from kvpool.errors import UnavailableError
 from kvpool.testing.blocks import view_of
 from tests.faults.pool_client import LAYOUT, blocks_of, chain_of
+from tests.faults.ring_load import Readers
 from tests.ring import PATIENT, RingNode, RingOfServers
 from tests.server_process import WAIT_S, until
 
@@ -86,6 +89,28 @@ def test_a_killed_holders_blocks_come_from_its_replica(ring: RingOfServers) -> N
             assert pull(pool, lease, 1) == BLOCKS
 
 
+def test_readers_go_on_while_a_server_is_killed_and_comes_back(ring: RingOfServers) -> None:
+    """The small form of ``test_ring_load_soak``: under load, every byte that comes compared."""
+    chains = range(1, 5)
+    with ring.connect(LAYOUT) as pool:
+        for number in chains:
+            assert store(pool, number, replicas=2) == StoreResult(BLOCKS, BLOCKS)
+        with pool.lease(pool.match(chain(pool, 1)), WAIT_S) as lease:
+            killed = holder(ring, lease)
+        with Readers(pool, chains, BLOCKS) as readers:
+
+            def whole_ones(more: int) -> None:
+                before = readers.whole
+                until(lambda: readers.whole >= before + more, "readers read whole chains")
+
+            whole_ones(20)
+            killed.kill()
+            whole_ones(20)
+            ring.start(killed)
+            until(lambda: len(pool.nodes()) == 3, "the restarted server is connected")
+            whole_ones(20)
+
+
 def test_a_killed_holders_only_blocks_are_a_miss(ring: RingOfServers) -> None:
     with ring.connect(LAYOUT) as pool:
         assert store(pool, 1).stored == BLOCKS
@@ -114,6 +139,30 @@ def test_with_one_server_a_store_asks_nobody_where_to_go() -> None:
         assert store(pool, 1) == StoreResult(BLOCKS, BLOCKS)
         assert pool.stats().extra["lookups"] == before
         until(lambda: pool.match(chain(pool, 1)).blocks == BLOCKS, "they are found")
+
+
+def test_with_one_server_who_knows_the_names_asks_it_alone() -> None:
+    with RingOfServers(1, DRAM_BYTES) as ring:
+        for number, ways in enumerate((("host",), ("ucx",), ())):
+            with ring.connect(LAYOUT, replace(PATIENT, ways=ways)) as pool:
+                _lease_by_names(pool, 2 * number)
+
+
+def _lease_by_names(pool: ClusterPool, number: int) -> None:
+    assert store(pool, number) == StoreResult(BLOCKS, BLOCKS)
+    before = pool.stats().extra["lookups"]
+    with pool.lease(Match(chain(pool, number), BLOCKS), WAIT_S) as lease:
+        assert lease.blocks == BLOCKS
+        assert pull(pool, lease, number) == BLOCKS
+    with pool.lease(Match(chain(pool, number + 1), BLOCKS), WAIT_S) as lease:
+        assert lease.blocks == 0
+    longer = chain_of(pool, number, 2 * BLOCKS)
+    with pool.lease(Match(longer, 2 * BLOCKS), WAIT_S) as lease:
+        assert lease.blocks == BLOCKS
+    assert pool.stats().extra["lookups"] == before
+    # What was not there is not remembered as missing: nobody had said that it was.
+    assert store(pool, number + 1) == StoreResult(BLOCKS, BLOCKS)
+    assert pool.match(chain(pool, number + 1)).blocks == BLOCKS
 
 
 def test_a_stopped_server_wipes_nothing(ring: RingOfServers) -> None:
@@ -168,7 +217,7 @@ def test_a_server_that_was_silent_in_a_look_up_is_not_waited_for_again(ring: Rin
         match = patient.match(chain(patient, 1))
         with patient.lease(match, WAIT_S) as lease:
             stopped = holder(ring, lease)
-        numbers = count(2)
+        numbers = itertools.count(2)
 
         def given_up() -> bool:
             assert not pool.match(chain(pool, next(numbers))).blocks
@@ -200,18 +249,48 @@ def test_a_store_goes_on_elsewhere_when_its_server_stops(
         assert load(patient, 1) == BLOCKS
 
 
-@pytest.mark.parametrize("kill", ["one", "all"])
-def test_what_was_acknowledged_as_durable_is_served_after_a_restart(kill: str) -> None:
+def test_what_was_acknowledged_as_durable_is_served_after_a_restart() -> None:
     with RingOfServers(3, DRAM_BYTES, ssd_bytes=16 << 20) as ring, ring.connect(LAYOUT) as pool:
         for number in range(3):
             assert store(pool, number, durability="ssd") == StoreResult(BLOCKS, BLOCKS)
         with pool.lease(pool.match(chain(pool, 0)), WAIT_S) as lease:
-            killed = ring.nodes if kill == "all" else [holder(ring, lease)]
-        for node in killed:
-            node.kill()
-        for node in killed:
-            ring.start(node)
+            killed = holder(ring, lease)
+        killed.kill()
+        ring.start(killed)
         for number in range(3):
+            until(partial(_loads, pool, number), f"chain {number} is served again")
+
+
+@pytest.mark.parametrize("servers", [1, 5])
+def test_what_was_acknowledged_until_all_were_killed_is_served(
+    servers: int, count: Callable[[int, int], int]
+) -> None:
+    """Every server is killed at once, in the middle of durable stores: until the last moment some are
+    acknowledged."""
+    numbers, acknowledged, ended = itertools.count(1), list[int](), threading.Event()
+    with (
+        RingOfServers(servers, DRAM_BYTES, ssd_bytes=64 << 20) as ring,
+        ring.connect(LAYOUT) as pool,
+    ):
+
+        def write() -> None:
+            while not ended.is_set():
+                number = next(numbers)
+                with suppress(UnavailableError):
+                    if store(pool, number, durability="ssd").stored == BLOCKS:
+                        acknowledged.append(number)
+
+        with ThreadPoolExecutor(4) as threads:
+            writing = [threads.submit(write) for _ in range(4)]
+            try:
+                until(lambda: len(acknowledged) >= count(20, 80), "stores are acknowledged")
+                ring.kill()
+            finally:
+                ended.set()
+            for one in writing:
+                one.result(WAIT_S)
+        ring.mend()
+        for number in acknowledged:
             until(partial(_loads, pool, number), f"chain {number} is served again")
 
 

@@ -99,4 +99,5 @@ def test_of_200_000_blocks_little_more_than_a_new_nodes_share_moves() -> None:
     announcer.restored(hashes, bytes(len(hashes)))  # first blocks, all of them: no runs
     moved = announcer.change_ring(Ring([*NODES, NodeId("new")]))
     share = count * OWNERS / (len(NODES) + 1)
+    print(f"{moved} of {count * OWNERS} entries move, {moved / share:.3f} of the new node's share")
     assert 0.7 * share < moved <= 1.3 * share
