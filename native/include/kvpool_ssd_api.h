@@ -54,7 +54,7 @@ kvp_status kvp_ledger_vacate(kvp_ledger *ledger, size_t first, size_t count, uin
                              size_t *gone);
 /* Make reserved slots ready, in order, all or none: KVP_STALE or KVP_BUSY at *bad. added[i] says
  * whether the key was absent; if not, the block that is here counts as used and the slot is given
- * up. A parent that descends from its child (no hashing makes one) is taken for none. */
+ * up. A parent that is its child, or descends from it (no hashing makes one), is taken for none. */
 kvp_status kvp_ledger_commit(kvp_ledger *ledger, const uint32_t *slots,
                              const uint64_t *generations, const uint8_t *keys,
                              const uint8_t *parents, size_t count, bool *added, size_t *bad);
@@ -145,6 +145,9 @@ void kvp_ssd_stop(kvp_ssd *ssd);
 /* End the threads. Those that the kernel holds for longer than `timeout_ns` are left to it, and the
  * last one frees what is left. No other call may be under way or follow. Null is allowed. */
 void kvp_ssd_close(kvp_ssd *ssd, uint64_t timeout_ns);
+/* In a forked child: close the descriptors, so that the lock is its parent's alone; nothing but
+ * kvp_ssd_close may follow. In the process that opened it, it does nothing. */
+void kvp_ssd_forget(kvp_ssd *ssd);
 
 /* Read blocks into `dst`, verified: keys 32 bytes each, results, crcs (crc_count each) and tokens
  * (shape.tokens each, where `known`; both nullable) by block. Of a result other than DONE, all but

@@ -3,6 +3,7 @@
  * Owns: the helpers and the one job that they look at. A job lies on its caller's stack; it is taken
  * away from the helpers before the call returns. Never looks into a block: copy.c does. */
 #define _GNU_SOURCE
+#include <errno.h>
 #include <pthread.h>
 #include <signal.h>
 #include <stdlib.h>
@@ -135,6 +136,7 @@ kvp_status kvp_crew_open(size_t helpers, kvp_crew **out)
     pthread_sigmask(SIG_SETMASK, &before, NULL);
     if (crew->helpers < helpers) {
         kvp_crew_close(crew);
+        errno = EAGAIN;
         return KVP_SYSTEM;
     }
     *out = crew;
@@ -159,13 +161,22 @@ void kvp_crew_close(kvp_crew *crew)
     free(crew);
 }
 
+/* Bytes of one layer, never 0; the most there are if it is more, as where rows share their bytes. */
+static size_t bytes_of_layer(const kvp_shape *shape)
+{
+    size_t bytes;
+    return !__builtin_add_overflow(shape->k_row_bytes, shape->v_row_bytes, &bytes) &&
+                   !__builtin_mul_overflow(bytes, shape->tokens, &bytes) &&
+                   !__builtin_mul_overflow(bytes, shape->heads, &bytes)
+               ? bytes
+               : SIZE_MAX;
+}
+
 /* Cut a job into runs: of whole blocks, or of layers of a block that is more than one. */
 static void cut(copy_job *job)
 {
-    const kvp_shape *shape = job->shape;
     const size_t layers = job->layer_end - job->layer_begin;
-    const size_t layer_bytes =
-        shape->heads * shape->tokens * (shape->k_row_bytes + shape->v_row_bytes);
+    const size_t layer_bytes = bytes_of_layer(job->shape);
     job->run_blocks = job->block_runs = 1;
     job->run_layers = layers;
     job->run_count = job->block_count;

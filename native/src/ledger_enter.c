@@ -11,7 +11,9 @@ static void enter(kvp_ledger *ledger, uint32_t slot, const uint8_t *key, const u
 {
     memcpy(ledger->keys[slot], key, HASH_BYTES);
     memcpy(ledger->parents[slot], parent, HASH_BYTES);
-    if (kvp_ledger_has_child(ledger, key)) { /* before its parent's chain may lead back here */
+    if (memcmp(parent, key, HASH_BYTES) == 0) {
+        memset(ledger->parents[slot], 0, HASH_BYTES);
+    } else if (kvp_ledger_has_child(ledger, key)) { /* whose chain may lead back here */
         const uint8_t *ancestor = parent;
         uint32_t at;
         while (memcmp(ancestor, key, HASH_BYTES) != 0 && !kvp_ledger_no_parent(ancestor) &&

@@ -11,6 +11,7 @@
 #include <signal.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <time.h>
 #include <unistd.h>
@@ -83,10 +84,19 @@ static size_t buffers_bytes(const kvp_ssd *ssd)
     return ssd->geometry.threads * ssd->geometry.slot_bytes + HUGE_PAGE_BYTES;
 }
 
-static void release(kvp_ssd *ssd)
+static void close_all(kvp_ssd *ssd)
 {
     for (size_t i = 0; i < ssd->opened; i++)
         close(ssd->fds[i]);
+    ssd->opened = 0;
+}
+
+static void release(kvp_ssd *ssd)
+{
+    /* Not by closing alone: a fork that never called kvp_ssd_forget has the same lock open. */
+    if (ssd->opened == ssd->fd_count + 2)
+        flock(ssd->fds[ssd->fd_count + 1], LOCK_UN);
+    close_all(ssd);
     if (ssd->map != NULL)
         munmap(ssd->map, buffers_bytes(ssd));
     pthread_cond_destroy(&ssd->work);
@@ -278,6 +288,7 @@ kvp_status kvp_ssd_open(const kvp_ssd_geometry *geometry, const int *fds, size_t
 {
     const size_t threads = geometry->threads;
     if (!kvp_slot_geometry_fits(geometry) || threads < 1 || threads > THREADS_MAX ||
+        geometry->slot_bytes > ((size_t)INT64_MAX - HUGE_PAGE_BYTES) / threads ||
         fd_count > KVP_SSD_SEGMENTS_MAX ||
         fd_count != (geometry->slot_count - 1) / geometry->segment_slots + 1)
         return KVP_INVALID;
@@ -341,6 +352,12 @@ void kvp_ssd_close(kvp_ssd *ssd, uint64_t timeout_ns)
     pthread_mutex_unlock(&ssd->mutex);
     if (last)
         release(ssd);
+}
+
+void kvp_ssd_forget(kvp_ssd *ssd)
+{
+    if (ssd->process != getpid())
+        close_all(ssd);
 }
 
 size_t kvp_ssd_settled(kvp_ssd *ssd, size_t count, uint32_t *slots, uint64_t *generations)

@@ -48,7 +48,7 @@ static void set_hung(bool value)
     pthread_mutex_unlock(&kernel);
 }
 
-static void wait_hanging(size_t count)
+static inline void wait_hanging(size_t count)
 {
     pthread_mutex_lock(&kernel);
     while (hanging < count)

@@ -153,6 +153,13 @@ static void test_edges(void)
                                &bad) == KVP_OK && bad == 2);
     CHECK(kvp_crew_copy_blocks(crew, &shape, &dst.view, ids, &src.view, ids, 2, 3, 1, NULL, NULL, 0,
                                &bad) == KVP_INVALID);
+    /* Heads that share their bytes, so many that the bytes of a layer would come round to 0. */
+    const kvp_shape many = {(size_t)1 << 62, 1, 2, 2};
+    const kvp_view same = {.base = (uintptr_t)src.bytes, .k_token_stride = 2, .v_token_stride = 2};
+    copy_job job = {.shape = &many, .block_count = 5, .layer_end = 3, .dst = &same, .src = &same};
+    CHECK(kvp_copy_check(&many, &same, ids, &same, ids, 2, 0, 3, NULL, NULL, 0) == KVP_OK);
+    cut(&job);
+    CHECK(job.run_layers == 1 && job.run_blocks == 1 && job.run_count == 15);
     ids[1] = UINT64_MAX;
     CHECK(kvp_crew_copy_blocks(crew, &shape, &dst.view, ids, &src.view, ids, 2, 0, 1, NULL, NULL, 0,
                                &bad) == KVP_INVALID);

@@ -346,6 +346,14 @@ static void test_parents_in_a_circle_can_go(void)
     kvp_ledger *ledger = filled((int[]){0, 1, 2}, (int[]){2, 0, 1}, 3);
     CHECK(kvp_ledger_evict(ledger, SLOTS, NULL) == 3);
     kvp_ledger_close(ledger);
+    ledger = filled((int[]){0, 1}, (int[]){0, 0}, 2); /* the smallest circle */
+    uint8_t key[HASH_BYTES];
+    memcpy(key, name_of(1), HASH_BYTES);
+    CHECK(kvp_ledger_rooted(ledger, key, 1) == 1);
+    uint64_t lives[SLOTS];
+    size_t gone;
+    CHECK(kvp_ledger_vacate(ledger, 0, 1, lives, &gone) == KVP_OK && gone == 2);
+    kvp_ledger_close(ledger);
 }
 
 static void test_a_slot_that_is_named_twice_holds_the_first_block(void)

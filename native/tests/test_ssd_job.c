@@ -1,137 +1,11 @@
 /* The SSD tier's threads on a kernel that fails on command: short and interrupted transfers, errors,
  * calls that hang. */
 #define _GNU_SOURCE
-#include <dirent.h>
 #include <errno.h>
-#include <pthread.h>
 #include <string.h>
 #include <unistd.h>
 
-#include "ssd_kernel.h"
-
-enum { LAYERS = 3, HEADS = 2, TOKENS = 16, K_BYTES = 12, V_BYTES = 4, SLOTS = 8, THREADS = 3 };
-enum { PAYLOAD = LAYERS * HEADS * TOKENS * (K_BYTES + V_BYTES), CRCS = LAYERS * HEADS };
-
-#define pread fake_pread
-#define pwrite fake_pwrite
-#define fdatasync fake_fdatasync
-#include "../src/ssd_job.c"
-#undef pread
-#undef pwrite
-#undef fdatasync
-
-/* ---- a store ---- */
-
-typedef struct {
-    kvp_ssd *ssd;
-    int segments[3], intents, lock;
-    uint32_t slots[SLOTS];
-    uint64_t lives[SLOTS], blocks[SLOTS];
-    uint8_t keys[SLOTS][KVP_NAME_BYTES], parents[SLOTS][KVP_NAME_BYTES];
-    uint8_t source[SLOTS][PAYLOAD], dest[SLOTS][PAYLOAD];
-    uint32_t crcs[SLOTS][CRCS];
-    uint32_t tokens[SLOTS][TOKENS], found[SLOTS][TOKENS];
-    bool known[SLOTS], told[SLOTS];
-    uint8_t results[SLOTS];
-    int error;
-} store;
-
-static kvp_view flat(const uint8_t *base)
-{
-    return (kvp_view){.base = (uintptr_t)base,
-                      .block_stride = PAYLOAD,
-                      .layer_stride = PAYLOAD / LAYERS,
-                      .head_stride = PAYLOAD / LAYERS / HEADS,
-                      .kv_stride = TOKENS * K_BYTES,
-                      .k_token_stride = K_BYTES,
-                      .v_token_stride = V_BYTES};
-}
-
-static int temporary(size_t size)
-{
-    char path[] = "/tmp/kvpool-test-XXXXXX";
-    int fd = mkstemp(path);
-    CHECK(fd >= 0 && unlink(path) == 0 && ftruncate(fd, (off_t)size) == 0);
-    return fd;
-}
-
-static kvp_ssd_geometry geometry(void)
-{
-    kvp_ssd_geometry made = {.shape = {HEADS, TOKENS, K_BYTES, V_BYTES},
-                             .layers = LAYERS,
-                             .header_bytes = 4096,
-                             .slot_bytes = SLOT_BYTES,
-                             .slot_count = SLOTS,
-                             .segment_slots = 3,
-                             .threads = THREADS};
-    memset(made.store_id, 7, sizeof made.store_id);
-    return made;
-}
-
-static store *opened(void)
-{
-    store *mine = calloc(1, sizeof *mine);
-    const kvp_ssd_geometry made = geometry();
-    reading = writing = WELL;
-    sync_error = 0;
-    set_hung(false);
-    for (size_t i = 0; i < 3; i++)
-        mine->segments[i] = temporary(3 * SLOT_BYTES);
-    mine->intents = temporary(2 * KVP_SSD_INTENT_BYTES);
-    mine->lock = temporary(0);
-    intent_file = inode(mine->intents);
-    for (size_t i = 0; i < 3; i++)
-        segment_files[i] = inode(mine->segments[i]);
-    intent_durable[0] = intent_durable[1] = false;
-    intent_count = 0;
-    CHECK(kvp_ssd_open(&made, mine->segments, 3, mine->intents, mine->lock, &mine->ssd) == KVP_OK);
-    for (uint32_t i = 0; i < SLOTS; i++) {
-        mine->slots[i] = i;
-        mine->lives[i] = 100 + i;
-        mine->blocks[i] = SLOTS - 1 - i;
-    }
-    fill_random(mine->keys, sizeof mine->keys);
-    fill_random(mine->parents, sizeof mine->parents);
-    fill_random(mine->source, sizeof mine->source);
-    fill_random(mine->tokens, sizeof mine->tokens);
-    for (size_t i = 0; i < SLOTS; i++)
-        mine->known[i] = i % 3 != 0;
-    return mine;
-}
-
-static void closed(store *mine)
-{
-    kvp_ssd_close(mine->ssd, UINT64_C(60) * SECOND);
-    for (size_t i = 0; i < 3; i++)
-        close(mine->segments[i]);
-    close(mine->intents);
-    close(mine->lock);
-    free(mine);
-}
-
-static kvp_status write_all(store *mine, uint64_t timeout_ns)
-{
-    const kvp_view view = flat(mine->source[0]);
-    return kvp_ssd_write(mine->ssd, mine->slots, mine->lives, mine->keys[0], mine->parents[0],
-                         SLOTS, 0, &view, mine->blocks, NULL, mine->tokens[0], mine->known,
-                         timeout_ns, mine->results, &mine->error);
-}
-
-static kvp_status read_all(store *mine, uint64_t timeout_ns)
-{
-    const kvp_view view = flat(mine->dest[0]);
-    return kvp_ssd_read(mine->ssd, mine->slots, mine->lives, mine->keys[0], SLOTS, &view,
-                        mine->blocks, timeout_ns, mine->crcs[0], mine->found[0], mine->told,
-                        mine->results, &mine->error);
-}
-
-static size_t count_results(const store *mine, kvp_slot_result result)
-{
-    size_t count = 0;
-    for (size_t i = 0; i < SLOTS; i++)
-        count += mine->results[i] == result;
-    return count;
-}
+#include "ssd_store.h"
 
 /* ---- tests ---- */
 
@@ -370,44 +244,6 @@ static void test_a_late_write_is_told_when_it_has_ended(void)
     closed(mine);
 }
 
-/* How many threads of any kvp_ssd the system still has. */
-static size_t count_workers(void)
-{
-    size_t count = 0;
-    DIR *tasks = opendir("/proc/self/task");
-    CHECK(tasks != NULL);
-    for (struct dirent *task; (task = readdir(tasks)) != NULL;) {
-        char path[300], name[32] = {0};
-        snprintf(path, sizeof path, "/proc/self/task/%s/comm", task->d_name);
-        FILE *file = fopen(path, "r");
-        if (file == NULL)
-            continue; /* ended meanwhile */
-        count += fgets(name, sizeof name, file) != NULL && strcmp(name, "kvpool-ssd\n") == 0;
-        fclose(file);
-    }
-    closedir(tasks);
-    return count;
-}
-
-static void test_closing_leaves_a_hung_thread_to_the_kernel(void)
-{
-    while (count_workers() > 0) /* of the tests before */
-        usleep(1000);
-    store *mine = opened();
-    CHECK(write_all(mine, UINT64_C(60) * SECOND) == KVP_OK);
-    set_hung(true);
-    while (kvp_ssd_late(mine->ssd) < THREADS)
-        CHECK(read_all(mine, SECOND / 20) == KVP_TIMEOUT);
-    wait_hanging(THREADS);
-    kvp_ssd_close(mine->ssd, SECOND / 20);
-    CHECK(count_workers() == THREADS);
-    set_hung(false);
-    while (count_workers() > 0) /* the last one frees what is left: a sanitizer looks */
-        usleep(1000);
-    mine->ssd = NULL;
-    closed(mine);
-}
-
 static void test_a_source_that_lies_is_not_written(void)
 {
     store *mine = opened();
@@ -501,6 +337,11 @@ static void test_what_does_not_fit_is_refused(void)
     wrong.layers = SIZE_MAX;
     CHECK(kvp_ssd_open(&wrong, mine->segments, 3, mine->intents, mine->lock, &other) == KVP_INVALID);
     wrong = geometry();
+    wrong.slot_bytes = (size_t)1 << 61; /* of which 16 buffers would come round to nothing */
+    wrong.slot_count = wrong.segment_slots = 1;
+    wrong.threads = 16;
+    CHECK(kvp_ssd_open(&wrong, mine->segments, 1, mine->intents, mine->lock, &other) == KVP_INVALID);
+    wrong = geometry();
     CHECK(kvp_ssd_open(&wrong, mine->segments, 3, -1, mine->lock, &other) == KVP_SYSTEM);
     mine->slots[3] = SLOTS;
     CHECK(read_all(mine, SECOND) == KVP_INVALID);
@@ -521,7 +362,6 @@ int main(void)
     test_a_failing_disk_says_so();
     test_a_hung_read_ends_and_touches_nothing();
     test_a_late_write_is_told_when_it_has_ended();
-    test_closing_leaves_a_hung_thread_to_the_kernel();
     test_a_source_that_lies_is_not_written();
     test_intents_name_the_slots();
     test_slots_named_ahead_need_no_intent();

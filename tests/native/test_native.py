@@ -26,6 +26,7 @@ THREADED = {
     "test_window",
     "test_mailbox",
     "test_ledger",
+    "test_ssd_ends",
     "test_ssd_job",
 }
 
@@ -58,9 +59,12 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Pat
 
 
 def build(test: Path, flags: list[str], objects: dict[str, Path], program: Path) -> Path:
-    """Link a test, which includes its own source, with the other sources."""
-    tested = test.stem.removeprefix("test_")
-    others = [path for name, path in objects.items() if name != tested]
+    """Link a test, which includes a source or two, itself or through a header, with the others."""
+    listed = subprocess.run(
+        ["gcc", INCLUDE, "-MM", test], capture_output=True, text=True, check=True
+    ).stdout
+    included = {Path(name).stem for name in listed.split() if name.endswith(".c")}
+    others = [path for name, path in objects.items() if name not in included]
     gcc(*STRICT, *flags, INCLUDE, test, *others, "-o", program, "-lpthread", "-ldl")
     return program
 
