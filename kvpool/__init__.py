@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from kvpool.base import BlockPool, Chain, Lease, Match, PoolStats, StoreResult
 from kvpool.block import BlockLayout, Namespace
 from kvpool.completion import Completion
-from kvpool.config import PoolConfig, TransferConfig
+from kvpool.config import PoolConfig, SsdConfig, TransferConfig
 from kvpool.errors import KVPoolError
 from kvpool.memory import BlockView, Span
 from kvpool.pool import Pool
@@ -31,6 +31,7 @@ __all__ = [
     "PoolConfig",
     "PoolStats",
     "Span",
+    "SsdConfig",
     "StoreResult",
     "TransferConfig",
     "connect",

@@ -38,6 +38,10 @@ Generations = NDArray[np.uint64]
 NO_HASH = BlockHash(bytes(32))
 
 
+# What the C core counts in 63 and 31 bits.
+_ARENA_BYTES_MAX: Final = (1 << 63) - 1
+_SLOTS_MAX: Final = (1 << 31) - 2
+
 # What a slot must be for each step, for a person.
 _NEEDED: Final = {
     lib.KVP_ARENA_PIN: "ready",
@@ -172,6 +176,12 @@ class Arena:
             raise CapacityError(
                 f"{slot_count} slots of {layout.block_bytes} bytes are {size >> 20} MiB, and "
                 f"{limit.source} leaves {limit.available_bytes >> 20} MiB: ask for less",
+                size_bytes=size,
+            )
+        if size > _ARENA_BYTES_MAX or slot_count > _SLOTS_MAX:
+            raise CapacityError(
+                f"{slot_count} slots of {layout.block_bytes} bytes are more than memory can have: "
+                "ask for less",
                 size_bytes=size,
             )
         out = ffi.new("kvp_arena **")

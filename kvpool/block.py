@@ -24,6 +24,10 @@ INCARNATION_BYTES: Final = 16
 # Sizes of the KV dtypes that a layout can name, in bytes per number.
 DTYPE_BYTES: Final = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3": 1, "uint8": 1}
 
+# Sizes are int64 in files and shared memory, dimensions uint32: what does not fit would wrap there.
+_BLOCK_BYTES_MAX: Final = (1 << 63) - 1
+_DIMENSION_MAX: Final = (1 << 32) - 1
+
 
 def new_incarnation() -> Incarnation:
     """Return a fresh random name for one run of a process."""
@@ -95,6 +99,16 @@ class BlockLayout:
             raise UsageError(f"block_tokens is {self.block_tokens}: use a positive multiple of 16")
         if min(self.num_layers, self.kv_heads, self.k_dim) <= 0 or self.v_dim < 0:
             raise UsageError(f"{self} has a dimension that is not positive")
+        longest = max(
+            self.num_layers,
+            self.kv_heads,
+            self.block_tokens,
+            self.k_dim,
+            self.v_dim,
+            self.crc_count,
+        )
+        if longest > _DIMENSION_MAX or self.block_bytes > _BLOCK_BYTES_MAX:
+            raise UsageError(f"{self} is no block that memory can hold: look at its dimensions")
 
     @property
     def k_row_bytes(self) -> int:

@@ -33,7 +33,10 @@ class Completion(Generic[T]):
     """
 
     def __init__(self) -> None:
-        self._condition = threading.Condition()
+        # Taken as it is, not through the condition, whose ``with`` runs Python: Ctrl-C there leaves the
+        # lock taken for good.
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._done = False
         self._result: T | None = None
         self._error: BaseException | None = None
@@ -63,8 +66,8 @@ class Completion(Generic[T]):
         """
         self._start()
         within_s = Deadline(timeout_s).remaining_s()
-        with self._condition:
-            if not self._condition.wait_for(
+        with self._lock:
+            if not self._changed.wait_for(
                 lambda: self._layers_ready > layer or self._done, within_s
             ):
                 raise TransferTimeoutError(f"layer {layer} did not arrive within {timeout_s} s")
@@ -85,8 +88,8 @@ class Completion(Generic[T]):
         if not self._done:
             self._start()
             within_s = Deadline(timeout_s).remaining_s()
-            with self._condition:
-                if not self._condition.wait_for(lambda: self._done, within_s):
+            with self._lock:
+                if not self._changed.wait_for(lambda: self._done, within_s):
                     raise TransferTimeoutError(f"not complete within {timeout_s} s")
         return self.result()
 
@@ -96,7 +99,7 @@ class Completion(Generic[T]):
         Raises:
             TransferTimeoutError: It is not done. Use ``wait`` to block.
         """
-        with self._condition:
+        with self._lock:
             if not self._done:
                 raise TransferTimeoutError("not complete yet")
             if self._error is not None:
@@ -112,7 +115,7 @@ class Completion(Generic[T]):
 
     def add_done_callback(self, callback: Callable[[], object]) -> None:
         """Call ``callback`` once when done, from the thread that ends it; at once if done already."""
-        with self._condition:
+        with self._lock:
             waiting = not self._done
             if waiting:
                 self._callbacks.append(callback)
@@ -182,10 +185,10 @@ class CompletionSource(Generic[T]):
     def advance(self, layers_ready: int) -> None:
         """Say that the leading ``layers_ready`` layers have arrived. Never goes back."""
         target = self.completion
-        with target._condition:
+        with target._lock:
             if not target._done and layers_ready > target._layers_ready:
                 target._layers_ready = layers_ready
-                target._condition.notify_all()
+                target._changed.notify_all()
 
     def finish(self, result: T) -> bool:
         """End well. Returns False if it had ended already."""
@@ -201,13 +204,13 @@ class CompletionSource(Generic[T]):
 
     def _end(self, result: T | None, error: BaseException | None) -> bool:
         target = self.completion
-        with target._condition:
+        with target._lock:
             if target._done:
                 return False
             target._result, target._error, target._done = result, error, True
             target._runner = target._starter = None
             callbacks, target._callbacks = target._callbacks, []
-            target._condition.notify_all()
+            target._changed.notify_all()
         for callback in callbacks:
             try:
                 callback()

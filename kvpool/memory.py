@@ -105,6 +105,15 @@ class BlockView:
     owner: object = field(default=None, repr=False, compare=False)
     writable: bool = True
 
+    def __post_init__(self) -> None:
+        ids = self.block_ids
+        if ids.dtype != np.uint64 or ids.ndim != 1 or not ids.flags.c_contiguous:
+            # C reads them where they lie, 8 bytes each.
+            raise UsageError(
+                f"block ids of type {ids.dtype} and shape {ids.shape}: give a contiguous array of "
+                "one dimension of numpy.uint64"
+            )
+
     @classmethod
     def canonical(
         cls,

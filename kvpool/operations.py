@@ -37,18 +37,35 @@ class Operations:
     as long as copying a megabyte. So it is not handed over, either, before somebody adds a callback,
     or waits and may not run it, or nobody has asked for it for 2 ms.
 
+    An operation that waits for a device has a thread to itself: no copy is queued behind it, and it never
+    runs in the thread that waits for it, where Ctrl-C would end it between what the device has done and
+    what is known of that.
+
     Args:
         threads: Operations that run at the same time.
         operations_max: Running or queued; one more is refused.
+        device_max: Operations besides that wait for a device; one more is refused.
         name: Of the threads.
     """
 
-    def __init__(self, threads: int, operations_max: int, *, name: str = "kvpool-copy") -> None:
+    def __init__(
+        self,
+        threads: int,
+        operations_max: int,
+        *,
+        device_max: int = 0,
+        name: str = "kvpool-copy",
+    ) -> None:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix=name)
+        self._device_threads = ThreadPoolExecutor(
+            max(1, device_max), thread_name_prefix=f"{name}-device"
+        )
         self._operations_max = operations_max
+        self._device_max = device_max
         self._lock = threading.Lock()
         self._ended = threading.Condition(self._lock)
         self._count = 0
+        self._device_count = 0
         self._closed = False
         self._process = os.getpid()
         # Of the one operation that is alone and that nobody has begun.
@@ -73,6 +90,24 @@ class Operations:
         """Count one operation less."""
         with self._lock:
             self._count -= 1
+            if self._closed:
+                self._ended.notify_all()
+
+    def enter_device(self) -> None:
+        """Count one operation that waits for a device, which ``run_device`` must follow.
+
+        Raises as ``enter``.
+        """
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the pool is closed")
+            if self._device_count >= self._device_max:
+                raise CapacityError(f"{self._device_count} stores wait for the device: try later")
+            self._device_count += 1
+
+    def _leave_device(self) -> None:
+        with self._lock:
+            self._device_count -= 1
             if self._closed:
                 self._ended.notify_all()
 
@@ -126,15 +161,28 @@ class Operations:
             start()
         return source.completion
 
+    def run_device(self, source: "CompletionSource[T]", work: Callable[[], T]) -> Completion[T]:
+        """Run an operation that was entered by ``enter_device``, and end its completion."""
+
+        def run() -> None:
+            run_into(source, work, self._leave_device)
+
+        try:
+            self._device_threads.submit(run)
+        except RuntimeError:  # closed since it was entered: work() ends at its first look
+            run()
+        return source.completion
+
     def close(self, timeout_s: float) -> None:
         """Refuse new operations and wait for those under way, which end at their next look."""
         with self._lock:
             self._closed = True
         self._start_late()
         self._threads.shutdown(wait=False)
+        self._device_threads.shutdown(wait=False)
         self._bell.close(timeout_s)
         with self._ended:
-            self._ended.wait_for(lambda: self._count == 0, timeout_s)
+            self._ended.wait_for(lambda: self._count == self._device_count == 0, timeout_s)
 
     def _start_late(self) -> None:
         with self._lock:

@@ -61,6 +61,8 @@ from kvpool.tiers.stack import StackTier
 BATCH_BYTES: Final = 32 << 20
 # Loads and stores running or queued; one more is refused.
 OPERATIONS_MAX: Final = 1024
+# Stores under way that must be durable: a thread each, which mostly waits for its turn at the disk.
+DURABLE_STORES_MAX: Final = 64
 # Arenas hand out whole pages.
 _PAGE_BYTES: Final = 4096
 # Longest wait of ``close`` for copies under way.
@@ -116,7 +118,7 @@ class Pool(BlockPool):
         self.leases = PoolLeases(tier, config or PoolConfig(), clock or SystemClock())
         ssd = config.ssd if config is not None else None
         self._promote_timeout_s = ssd.promote_timeout_s if ssd is not None else 0.0
-        self._operations = Operations(copy_threads, OPERATIONS_MAX)
+        self._operations = Operations(copy_threads, OPERATIONS_MAX, device_max=DURABLE_STORES_MAX)
         self._process = os.getpid()
         self._crew = Crew(copy_threads)
         self._closed = False
@@ -273,7 +275,7 @@ class Pool(BlockPool):
         room = ExitStack()
         room.enter_context(self.tier.durable_room(len(source) * self.layout.block_bytes))
         try:
-            self._operations.enter()
+            self._operations.enter_device()
         except BaseException:
             room.close()
             raise
@@ -282,7 +284,7 @@ class Pool(BlockPool):
             with room:
                 return self._keep(chain.hashes, first, work(), deadline)
 
-        return self._operations.run(end, keep)
+        return self._operations.run_device(end, keep)
 
     def stats(self) -> PoolStats:
         """Return counts. See ``BlockPool``."""

@@ -191,9 +191,12 @@ class SsdTier(Tier):
             raise UsageError(f"checksums of shape {crcs.shape} for {count} blocks")
         if tokens is not None and tokens.values.shape != (count, self.layout.block_tokens):
             raise UsageError(f"tokens of shape {tokens.values.shape} for {count} blocks")
+        parents = chained(keys, parent)
+        if own_parent(keys, parents):
+            raise UsageError("a block is its own parent")
         deadline = Deadline(deadline_s)
         device = self._open()
-        blocks = Incoming(keys, chained(keys, parent), source, crcs, tokens)
+        blocks = Incoming(keys, parents, source, crcs, tokens)
         with self._writer.turn(device, deadline), self._timed("write", count):
             return self._writer.write(device, blocks, deadline)
 
@@ -389,6 +392,11 @@ class SsdTier(Tier):
         slots = self._ledger.pin(keys)
         self._counts.add(hits=len(slots), misses=count_of(keys) - len(slots))
         return slots
+
+    def hold(self, keys: bytes) -> Slots:
+        """Pin the leading blocks that are here, for work behind the scenes: not a use, not counted."""
+        self._open()
+        return self._ledger.pin(keys, use=False)
 
     def unpin(self, slots: Sequence[Slot]) -> None:
         """Give pins back. See ``Tier``."""

@@ -18,6 +18,7 @@ from kvpool.completion import Deadline
 from kvpool.errors import CapacityError, InternalError
 from kvpool.memory import BlockView, Crcs
 from kvpool.tiers.ledger import Listing
+from kvpool.tiers.ssd_files import forget_in_forks
 from kvpool.tiers.ssd_format import Geometry
 from kvpool.tiers.tokens import TokenRows
 
@@ -122,10 +123,15 @@ class SsdDevice:
         self._device: CData = ffi.gc(
             out[0], lambda device: lib.kvp_ssd_close(device, _ns(end.remaining_s()))
         )
+        forget_in_forks(self)
 
     def end_by(self, deadline: Deadline) -> None:
         """Have the end wait for the kernel no longer than that."""
         self._end.deadline = deadline
+
+    def forget(self) -> None:
+        """In a forked child: close the descriptors. Nothing else may be called any more."""
+        lib.kvp_ssd_forget(self._device)
 
     def stop(self) -> None:
         """Have all calls, now and later, give up as at their deadline."""
@@ -145,7 +151,7 @@ class SsdDevice:
         """
         shape = (len(slots), self._layout.num_layers, self._layout.kv_heads)
         crcs = np.zeros(shape, dtype=np.uint32)
-        results, error = _results(len(slots)), ffi.new("int *")
+        results, error = unbegun(len(slots)), ffi.new("int *")
         status = lib.kvp_ssd_read(
             self._device,
             *slots.native(),
@@ -171,6 +177,8 @@ class SsdDevice:
         timeout_s: float,
         also: SlotNumbers,
         tokens: TokenRows | None = None,
+        *,
+        results: Results | None = None,
     ) -> Outcome:
         """Write blocks durably.
 
@@ -184,9 +192,12 @@ class SsdDevice:
             also: More slots for an intent to name, if there has to be one (``named``): those that
                 late writes are still at, always, and any.
             tokens: What the headers say of the blocks' tokens, or None.
+            results: From ``unbegun``, of as many slots: filled in even if this does not return, for
+                Ctrl-C comes when C has done. None: nobody wants to know then.
         """
         numbers = np.concatenate([slots.indices, also]).astype(np.uint32)
-        results, error = _results(len(slots)), ffi.new("int *")
+        results = unbegun(len(slots)) if results is None else results
+        error = ffi.new("int *")
         expected = None if crcs is None else np.ascontiguousarray(crcs, dtype=np.uint32)
         status = lib.kvp_ssd_write(
             self._device,
@@ -213,7 +224,7 @@ class SsdDevice:
 
     def erase(self, slots: SlotNumbers, timeout_s: float) -> Outcome:
         """Erase headers durably."""
-        results, error = _results(len(slots)), ffi.new("int *")
+        results, error = unbegun(len(slots)), ffi.new("int *")
         run = np.ascontiguousarray(slots, dtype=np.uint32)
         status = lib.kvp_ssd_erase(
             self._device,
@@ -241,7 +252,7 @@ class SsdDevice:
         keys = np.zeros((len(run), HASH_BYTES), dtype=np.uint8)
         parents = np.zeros((len(run), HASH_BYTES), dtype=np.uint8)
         generations = np.zeros(len(run), dtype=np.uint64)
-        results, error = _results(len(run)), ffi.new("int *")
+        results, error = unbegun(len(run)), ffi.new("int *")
         status = lib.kvp_ssd_scan(
             self._device,
             ffi.from_buffer("uint32_t[]", run),
@@ -317,7 +328,8 @@ def _ns(seconds: float) -> int:
     return int(min(max(seconds, 0.0), 3.2e7) * 1e9)
 
 
-def _results(count: int) -> Results:
+def unbegun(count: int) -> Results:
+    """Return results of slots that nothing was done at."""
     return np.full(count, lib.KVP_SLOT_SKIPPED, dtype=np.uint8)
 
 

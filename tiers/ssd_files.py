@@ -8,10 +8,11 @@ import errno
 import fcntl
 import logging
 import os
+import weakref
 from collections.abc import Generator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from kvpool.errors import (
     CapacityError,
@@ -64,6 +65,29 @@ def translating(doing: str, path: Path) -> Generator[None, None, None]:
         raise translated(error, doing, path) from error
 
 
+class _Opened(Protocol):
+    """Who has descriptors of a store open."""
+
+    def forget(self) -> None:
+        """Close them, in a forked child."""
+
+
+_OPENED: Final = weakref.WeakSet[_Opened]()
+
+
+def forget_in_forks(opened: _Opened) -> None:
+    """Have a forked child close what it inherits: it would hold the lock for as long as it lives."""
+    _OPENED.add(opened)
+
+
+def _forget_all() -> None:
+    for opened in list(_OPENED):
+        opened.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
 class SsdFiles:
     """The open files of one store. Not thread-safe: its owner sees to that.
 
@@ -106,6 +130,7 @@ class SsdFiles:
                 self.clean = was_clean and not self.problems
                 self._write_superblock(self.superblock.opened())
             self._undo = undo.pop_all()
+        forget_in_forks(self)
 
     @property
     def geometry(self) -> Geometry:
@@ -120,6 +145,11 @@ class SsdFiles:
     def close(self) -> None:
         """Close all descriptors. The lock goes when the last duplicate is closed too."""
         self._undo.close()
+
+    def forget(self) -> None:
+        """In a forked child: close all descriptors; the lock stays its parent's."""
+        with suppress(OSError):  # the parent was closing them
+            self.close()
 
     def _open(
         self, undo: ExitStack, path: Path, flags: int = os.O_RDWR | os.O_CREAT, direct: bool = False

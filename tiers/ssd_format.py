@@ -25,6 +25,9 @@ SUPERBLOCK_FILE: Final = "store.kvp"
 INTENT_FILE: Final = "intents.kvp"
 INDEX_FOLDER: Final = "index"
 
+# Slots and bytes of a store at most: slots are numbered in 31 bits, and files measured in 63.
+_SLOTS_MAX: Final = (1 << 31) - 2
+_STORE_BYTES_MAX: Final = (1 << 63) - 1
 # A segment is as large as this unless told otherwise, or there would be too many of them.
 SEGMENT_BYTES: Final = 4 << 30
 _SEGMENTS_MAX: Final = 256
@@ -60,7 +63,7 @@ class Geometry:
     def plan(
         cls, layout: BlockLayout, slot_count: int, segment_bytes: int = SEGMENT_BYTES
     ) -> "Geometry":
-        """Lay a new store out. Raises ConfigError if it has no slot."""
+        """Lay a new store out. Raises ConfigError if it has no slot, or more than can be."""
         if slot_count <= 0:
             raise ConfigError(
                 f"an SSD store of {slot_count} slots: give it room for one block of "
@@ -68,6 +71,12 @@ class Geometry:
                 size_bytes=slot_bytes(layout),
             )
         size = slot_bytes(layout)
+        if slot_count > _SLOTS_MAX or slot_count * size > _STORE_BYTES_MAX:
+            raise ConfigError(
+                f"an SSD store of {slot_count} slots of {size} bytes: at most {_SLOTS_MAX} slots and "
+                f"{_STORE_BYTES_MAX} bytes can be: give the tier fewer bytes",
+                size_bytes=slot_count * size,
+            )
         segment_slots = max(segment_bytes // size, -(-slot_count // _SEGMENTS_MAX), 1)
         return cls(
             layout=layout,

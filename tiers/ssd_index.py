@@ -75,6 +75,8 @@ class SsdIndex:
         if not believed:
             shutil.rmtree(folder, ignore_errors=True)
         try:
+            if not believed:  # LMDB would follow damage in it: through a link, too, nothing stays
+                (folder / _FILE).unlink(missing_ok=True)
             self._environment = _open(folder, slot_count)
             if believed:
                 self.found = _read(self._environment)

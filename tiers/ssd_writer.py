@@ -31,7 +31,7 @@ from kvpool.errors import (
 )
 from kvpool.memory import BlockView, Crcs
 from kvpool.tiers.ledger import Ledger, Listing, select
-from kvpool.tiers.ssd_device import Outcome, SsdDevice
+from kvpool.tiers.ssd_device import Outcome, SsdDevice, unbegun
 from kvpool.tiers.ssd_files import translated
 from kvpool.tiers.ssd_index import SsdIndex
 from kvpool.tiers.ssd_stats import SsdCounts
@@ -228,21 +228,29 @@ class SsdWriter:
                 return new
             run, wanted = _take(slots, fresh), blocks.only(fresh)
             self._tidy(device, deadline)  # after an earlier part of the same write
-            outcome = device.write(
-                run,
-                wanted.keys,
-                wanted.parents,
-                wanted.source,
-                wanted.crcs,
-                deadline.remaining_s(),
-                self._also(device, run),
-                wanted.tokens,
-            )
+            results = unbegun(len(run))
+            try:
+                outcome = device.write(
+                    run,
+                    wanted.keys,
+                    wanted.parents,
+                    wanted.source,
+                    wanted.crcs,
+                    deadline.remaining_s(),
+                    self._also(device, run),
+                    wanted.tokens,
+                    results=results,
+                )
+            except BaseException:  # Ctrl-C: the kernel may be at some slots, and others be written
+                self._note_failures(run, Outcome(results, False, True, False, 0))
+                raise
             self._note_failures(run, outcome)
             done[fresh] = outcome.are(lib.KVP_SLOT_DONE) & outcome.durable
             stored = Listing(slots, blocks.keys, blocks.parents).take(done)
             new[done] = self._ledger.commit(stored.slots, stored.keys, stored.parents)
             self._index.put(stored.take(new[done]))
+            if not new[done].all():  # the same key twice: a header of a block that lies elsewhere
+                self._ledger.mark(_take(stored.slots, ~new[done]).indices, stale=True)
         finally:
             if not done.all():
                 self._ledger.release(_take(slots, ~done))

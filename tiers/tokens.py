@@ -28,6 +28,8 @@ class TokenRows:
     def __post_init__(self) -> None:
         if self.values.ndim != 2 or self.known.shape != (len(self.values),):
             raise UsageError(f"tokens of shape {self.values.shape} for {len(self.known)} blocks")
+        if self.values.dtype != np.uint32 or self.known.dtype != np.bool_:  # C fills them in
+            raise UsageError(f"tokens of type {self.values.dtype}, marked by {self.known.dtype}")
 
     @classmethod
     def unknown(cls, count: int, block_tokens: int) -> Self:

@@ -1,24 +1,39 @@
-"""Verification: every block of a tier in memory against its checksums, while the tier is in use.
+"""Verification: every block of a tier against its checksums, while the tier is in use.
 
 Owns nothing. What differs leaves the tier. Who calls it: a server, for an operator.
 """
 
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 
+from kvpool.arena import Slots
 from kvpool.block import HASH_BYTES, BlockHash
-from kvpool.errors import CorruptionError
+from kvpool.errors import CorruptionError, UnavailableError
 from kvpool.memory import BlockView, Span, copy_blocks
+from kvpool.tiers.flusher import SlowStore
 from kvpool.tiers.slots import SlotTier
+
+# Bytes of a device that are looked at by one read: enough to keep its threads busy.
+_READ_BYTES: Final = 32 << 20
+# Longest wait for one read: a disk that takes longer gives nothing.
+_READ_TIMEOUT_S: Final = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class Verified:
-    """Blocks that were looked at, and those of them that were bad and are gone."""
+    """What came of it.
+
+    Attributes:
+        checked: Blocks that were looked at.
+        bad: Those of them that are not what was stored, and are gone.
+        unread: Those that the device did not give: they may be whole, and stay.
+    """
 
     checked: int
     bad: int
+    unread: int = 0
 
 
 def verify_blocks(tier: SlotTier) -> Verified:
@@ -30,8 +45,7 @@ def verify_blocks(tier: SlotTier) -> Verified:
     scratch = BlockView.of_buffer(tier.layout, Span.of(room))
     checked = bad = 0
     keys = tier.keys()
-    for at in range(0, len(keys), HASH_BYTES):
-        key = BlockHash(keys[at : at + HASH_BYTES])
+    for key in _cut(keys):
         slots = tier.hold(key)
         try:
             if slots:  # it may have left meanwhile
@@ -43,3 +57,44 @@ def verify_blocks(tier: SlotTier) -> Verified:
         finally:
             tier.unpin(slots)
     return Verified(checked, bad)
+
+
+def verify_device(tier: SlowStore) -> Verified:
+    """Read every block that is on a device now, as ``verify_blocks`` does in memory."""
+    count = max(1, _READ_BYTES // tier.layout.block_bytes)
+    room = np.empty(count * tier.layout.block_bytes, dtype=np.uint8)
+    scratch = BlockView.of_buffer(tier.layout, Span.of(room))
+    checked = bad = unread = at = 0
+    keys, _ = tier.blocks()
+    while at < len(keys):
+        slots = tier.hold(keys[at : at + count * HASH_BYTES])
+        try:
+            good = _read(tier, slots, scratch)
+            held = keys[at : at + len(slots) * HASH_BYTES]
+            at += good * HASH_BYTES
+            # What was damaged has left, wherever it stands; the others behind the first are read again.
+            rest = _cut(held[good * HASH_BYTES :])
+            here = [tier.match(key) == 1 for key in rest]
+            stuck = int(here[:1] == [True])
+            checked += good + here.count(False) + stuck
+            bad += here.count(False)
+            unread += stuck
+        finally:
+            tier.unpin(slots)
+        if good < count:  # on behind the first that did not come, or that had left
+            at += HASH_BYTES
+    return Verified(checked, bad, unread)
+
+
+def _read(tier: SlowStore, slots: Slots, scratch: BlockView) -> int:
+    """Return how many leading blocks came whole."""
+    if not slots:
+        return 0
+    try:
+        return tier.read(slots, scratch.take(0, len(slots)), deadline_s=_READ_TIMEOUT_S)[0]
+    except UnavailableError:
+        return 0
+
+
+def _cut(keys: bytes) -> list[BlockHash]:
+    return [BlockHash(keys[at : at + HASH_BYTES]) for at in range(0, len(keys), HASH_BYTES)]

@@ -15,7 +15,7 @@ from kvpool.client.rpc import Caller
 from kvpool.errors import PeerUnreachableError, UnavailableError, UsageError
 
 _TIMEOUT_S: Final = 5.0
-# A GiB a second is little for memory.
+# A GiB a second is little for memory, and for a disk.
 _VERIFY_TIMEOUT_S: Final = 3600.0
 
 DESCRIPTION: Final = "Look at the tiers of a running server, check them, make room in them."
@@ -23,11 +23,12 @@ EPILOG: Final = """\
 actions:
   ls       one line a tier: its room, and how much of it is used
   stat     every count of every tier, and of what goes between them ("stack")
-  verify   read every block in DRAM and compare its checksums; what is bad is dropped
+  verify   read every block of every tier and compare its checksums; what is bad is dropped. Blocks
+           that the disk did not give are counted as unread, and stay
   evict    evict blocks from DRAM, least recently used first; what is on an SSD stays there
 
-Exit status of verify: 0 if every block was whole, 1 if some were not. The folder of an SSD tier is
-checked by `kvpool fsck DIR` while its server is down.
+Exit status of verify: 0 if every block was whole, 1 if some were not, or not read. The folder of an
+SSD tier is checked by `kvpool fsck DIR` while its server is down.
 """
 
 
@@ -45,9 +46,16 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         if arguments.action == "verify":
             found = caller.call(protocol.VERIFY, protocol.Done(), _VERIFY_TIMEOUT_S)
-            shown = {"checked": found.checked, "bad": found.bad}
-            _print({"dram": shown}, arguments.json)
-            return 1 if found.bad else 0
+            verified = {"dram": {"checked": found.checked, "bad": found.bad}}
+            if found.HasField("ssd"):
+                below = found.ssd
+                verified["ssd"] = {
+                    "checked": below.checked,
+                    "bad": below.bad,
+                    "unread": below.unread,
+                }
+            _print(verified, arguments.json)
+            return 1 if found.bad or found.ssd.bad or found.ssd.unread else 0
         if arguments.action == "evict":
             if arguments.blocks < 0:
                 raise UsageError(f"evict {arguments.blocks} blocks: name 0 or more")

@@ -262,12 +262,24 @@ class EvictReply(_message.Message):
     def __init__(self, blocks: _Optional[int] = ...) -> None: ...
 
 class VerifyReply(_message.Message):
-    __slots__ = ("checked", "bad")
+    __slots__ = ("checked", "bad", "ssd")
     CHECKED_FIELD_NUMBER: _ClassVar[int]
     BAD_FIELD_NUMBER: _ClassVar[int]
+    SSD_FIELD_NUMBER: _ClassVar[int]
     checked: int
     bad: int
-    def __init__(self, checked: _Optional[int] = ..., bad: _Optional[int] = ...) -> None: ...
+    ssd: VerifiedDevice
+    def __init__(self, checked: _Optional[int] = ..., bad: _Optional[int] = ..., ssd: _Optional[_Union[VerifiedDevice, _Mapping]] = ...) -> None: ...
+
+class VerifiedDevice(_message.Message):
+    __slots__ = ("checked", "bad", "unread")
+    CHECKED_FIELD_NUMBER: _ClassVar[int]
+    BAD_FIELD_NUMBER: _ClassVar[int]
+    UNREAD_FIELD_NUMBER: _ClassVar[int]
+    checked: int
+    bad: int
+    unread: int
+    def __init__(self, checked: _Optional[int] = ..., bad: _Optional[int] = ..., unread: _Optional[int] = ...) -> None: ...
 
 class Member(_message.Message):
     __slots__ = ("node", "incarnation", "address", "heard")

@@ -39,7 +39,7 @@ from kvpool.server.tenant import calling_tenant
 from kvpool.server.tier_report import TierReport, tier_counts
 from kvpool.tiers.dram import DramTier
 from kvpool.tiers.stack import StackTier
-from kvpool.tiers.verify import verify_blocks
+from kvpool.tiers.verify import verify_blocks, verify_device
 from kvpool.transfer.base import Transport
 from kvpool.transfer.choice import TransportKind
 
@@ -258,7 +258,13 @@ class PoolService:
         assert isinstance(dram, DramTier)
         loop = asyncio.get_running_loop()
         found = await loop.run_in_executor(self._served.executor, verify_blocks, dram)
-        return protocol.VerifyReply(checked=found.checked, bad=found.bad)
+        reply = protocol.VerifyReply(checked=found.checked, bad=found.bad)
+        if isinstance(tier, StackTier):
+            below = await loop.run_in_executor(self._served.executor, verify_device, tier.slow)
+            reply.ssd.checked, reply.ssd.bad = below.checked, below.bad
+            reply.ssd.unread = below.unread
+            reply.ssd.SetInParent()  # though there be no block
+        return reply
 
     def _on_lost(self, session: Session) -> None:
         """Give back what a client held. Its reads ended with its connection."""

@@ -92,6 +92,14 @@ class FaultyStore(SlowStore):
         """Pass on."""
         return self._inner.pin(keys)
 
+    def hold(self, keys: bytes) -> Slots:
+        """Pass on."""
+        return self._inner.hold(keys)
+
+    def blocks(self) -> tuple[bytes, bytes]:
+        """Pass on."""
+        return self._inner.blocks()
+
     def unpin(self, slots: Sequence[Slot]) -> None:
         """Pass on."""
         self._inner.unpin(slots)

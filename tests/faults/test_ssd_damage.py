@@ -244,6 +244,23 @@ def test_a_damaged_index_is_written_anew(tmp_path: Path) -> None:
             path.write_bytes(raw)
 
 
+def test_an_index_behind_a_link_is_written_anew_too(tmp_path: Path) -> None:
+    """Damage behind a link must be followed by LMDB as little as any other."""
+    store, elsewhere = tmp_path / "store", tmp_path / "elsewhere"
+    with open_tier(store) as tier:
+        assert tier.write(KEYS, None, view_of(SMALL_LAYOUT, BLOCKS), deadline_s=60) == SLOTS
+    (store / "index").rename(elsewhere)
+    (store / "index").symlink_to(elsewhere)
+    path = elsewhere / "data.mdb"
+    path.write_bytes(bytes(4096) + os.urandom(path.stat().st_size - 4096))
+    noise = path.read_bytes()[4096:8192]
+    with open_tier(store) as tier:
+        assert (tier.recovery.source, tier.recovery.blocks) == ("headers", SLOTS)
+    assert noise not in path.read_bytes()
+    assert served(store) == (set(range(SLOTS)), 0)
+    assert checked(store).findings == ()
+
+
 def test_a_damaged_superblock(folder: Path) -> None:
     raw = bytearray((folder / "store.kvp").read_bytes())
     raw[20] ^= 1

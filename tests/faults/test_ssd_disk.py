@@ -17,7 +17,7 @@ from kvpool.testing.blocks import SMALL_LAYOUT, key, payload, view_of
 from kvpool.tiers import stack
 from kvpool.tiers.ssd import SsdTier
 from kvpool.tiers.ssd_format import slot_bytes
-from tests.faults import ssd_scenes
+from tests.faults import ssd_interrupts, ssd_scenes
 from tests.tidy.mirror import ROOT
 
 SLOTS = 8
@@ -40,11 +40,17 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
-@pytest.mark.parametrize("scene", ssd_scenes.SCENES, ids=lambda scene: scene.__name__)
-def test_scene(scene: object, library: Path, tmp_path: Path) -> None:
-    name = getattr(scene, "__name__", "")
+SCENES = [
+    pytest.param(module.__name__, scene.__name__, id=scene.__name__)
+    for module in (ssd_scenes, ssd_interrupts)
+    for scene in module.SCENES
+]
+
+
+@pytest.mark.parametrize(("module", "name"), SCENES)
+def test_scene(module: str, name: str, library: Path, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "tests.faults.ssd_scenes", name, tmp_path / "store"],
+        [sys.executable, "-m", module, name, tmp_path / "store"],
         cwd=ROOT,
         env={**os.environ, "LD_PRELOAD": str(library)},
         capture_output=True,

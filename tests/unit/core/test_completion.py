@@ -1,5 +1,9 @@
 import asyncio
+import itertools
+import sys
 import threading
+from collections.abc import Callable
+from types import FrameType
 
 import pytest
 
@@ -24,6 +28,41 @@ def test_the_longest_wait_is_one_that_the_system_can_wait() -> None:
         assert source.completion.wait(seconds) == 1
         waiter.join()
     assert threading.TIMEOUT_MAX > LONGEST_S
+
+
+def interrupting(at: int) -> Callable[[FrameType, str, object], None]:
+    """Press Ctrl-C at one of the points where Python looks for it."""
+    looks = itertools.count()
+
+    def look(frame: FrameType, event: str, argument: object) -> None:
+        if event in ("call", "c_return") and next(looks) == at:
+            raise KeyboardInterrupt
+
+    return look
+
+
+def test_ctrl_c_at_any_point_of_a_wait_leaves_the_completion_whole() -> None:
+    """Python looks for Ctrl-C where a function begins, and where one of C has ended."""
+    for at in itertools.count():
+        source: CompletionSource[int] = CompletionSource()
+        passed_all = False
+        sys.setprofile(interrupting(at))
+        try:
+            source.completion.wait(0.0)
+        except (KeyboardInterrupt, RuntimeError):  # of a condition that lost its lock to Ctrl-C
+            pass
+        except TransferTimeoutError:
+            passed_all = True
+        finally:
+            sys.setprofile(None)
+        finisher = threading.Thread(target=source.finish, args=(at,), daemon=True)
+        finisher.start()
+        finisher.join(WAIT_S)
+        assert not finisher.is_alive(), f"the lock is taken for good after look {at}"
+        assert source.completion.wait(WAIT_S) == at
+        if passed_all:
+            break
+    assert at > 10
 
 
 @pytest.mark.parametrize("nonsense", [None, "1", b"1", float("nan"), [1.0], 10**400])

@@ -148,6 +148,24 @@ def test_a_buffer_of_half_a_block_is_refused() -> None:
         BlockView.of_buffer(LAYOUT, Span.of(bytearray(LAYOUT.block_bytes + 1)))
 
 
+@pytest.mark.parametrize(
+    "ids",
+    [
+        np.zeros(4, dtype=np.uint32),
+        np.zeros(4, dtype=np.int64),
+        np.zeros((2, 2), dtype=np.uint64),
+        np.zeros(8, dtype=np.uint64)[::2],
+    ],
+    ids=["short", "signed", "rows", "apart"],
+)
+def test_block_ids_that_c_would_not_read_as_they_are_meant_are_refused(
+    ids: np.typing.NDArray[np.uint64],
+) -> None:
+    view = view_of(LAYOUT, payload(LAYOUT, 4, seed=1))
+    with pytest.raises(UsageError, match=r"block ids .* give a contiguous array"):
+        replace(view, block_ids=ids)
+
+
 def test_a_view_keeps_its_memory_alive() -> None:
     view = view_of(LAYOUT, payload(LAYOUT, 1, seed=9))
     expected = payload(LAYOUT, 1, seed=9)

@@ -188,6 +188,42 @@ def test_of_several_operations_none_runs_in_the_thread_that_waits() -> None:
     assert all(done.wait(WAIT_S).startswith("kvpool-copy") for done in started)
 
 
+def test_who_waits_for_a_device_holds_nobody_up_and_is_no_waiters_to_run() -> None:
+    operations = Operations(threads=1, operations_max=4, device_max=2)
+    end = threading.Event()
+
+    def wait() -> str:
+        assert end.wait(WAIT_S)
+        return threading.current_thread().name
+
+    waiting: list[Completion[str]] = []
+    for _ in range(2):
+        operations.enter_device()
+        waiting.append(operations.run_device(CompletionSource(), wait))
+    with pytest.raises(CapacityError, match="2 stores wait for the device"):
+        operations.enter_device()
+    for done in waiting:
+        with pytest.raises(TransferTimeoutError):
+            done.wait(0.0)
+    source: CompletionSource[str] = CompletionSource()
+    operations.enter()
+    operations.look(source, 0.0)
+    copied = operations.run(source, lambda: threading.current_thread().name)
+    assert (
+        copied.wait(WAIT_S) == threading.current_thread().name
+    )  # alone, as if the others were not
+    end.set()
+    assert all("device" in done.wait(WAIT_S) for done in waiting)
+    operations.enter_device()
+    assert "device" in operations.run_device(CompletionSource(), wait).wait(WAIT_S)
+    operations.enter_device()
+    operations.close(0.0)  # one is entered, and not begun
+    assert operations.run_device(CompletionSource(), lambda: "here").wait(0.0) == "here"
+    with pytest.raises(ClosedError):
+        operations.enter_device()
+    operations.close(WAIT_S)
+
+
 def test_a_waiter_that_is_interrupted_ends_the_operation_that_it_ran() -> None:
     def work() -> int:
         raise KeyboardInterrupt

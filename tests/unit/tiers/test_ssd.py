@@ -9,6 +9,7 @@ from typing import cast
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from kvpool._native import lib
 from kvpool.arena import SlotNumbers, Slots
@@ -18,6 +19,7 @@ from kvpool.errors import (
     ConfigError,
     CorruptionError,
     LayoutMismatchError,
+    UnavailableError,
     UsageError,
 )
 from kvpool.events import BlocksEvicted, ListSink
@@ -28,6 +30,7 @@ from kvpool.tiers.ssd import SsdTier
 from kvpool.tiers.ssd_device import Outcome, SsdDevice
 from kvpool.tiers.ssd_files import read_superblock
 from kvpool.tiers.ssd_format import slot_bytes
+from kvpool.tiers.ssd_fsck import check_store
 from kvpool.tiers.ssd_index import SsdIndex
 from kvpool.tiers.ssd_stats import SsdCounts
 from kvpool.tiers.ssd_writer import SsdWriter
@@ -159,8 +162,12 @@ def test_a_slot_that_failed_is_erased_before_the_next_part_of_a_write(
         timeout_s: float,
         also: SlotNumbers,
         tokens: TokenRows | None = None,
+        *,
+        results: NDArray[np.uint8] | None = None,
     ) -> Outcome:
-        outcome = write_slots(slots, keys, parents, source, crcs, timeout_s, also, tokens)
+        outcome = write_slots(
+            slots, keys, parents, source, crcs, timeout_s, also, tokens, results=results
+        )
         calls.append("write")
         if len(calls) == 1:
             outcome.results[1] = lib.KVP_SLOT_FAILED
@@ -219,6 +226,37 @@ def test_a_forked_child_closes_nothing_of_its_parents(tmp_path: Path) -> None:
         assert again.match(keys_of(1, 2)) == 2
 
 
+def test_a_folder_can_be_opened_again_while_a_fork_lives(tmp_path: Path) -> None:
+    """A fork inherits descriptors, and would hold the lock with them until it ends."""
+    tier = open_tier(tmp_path)
+    assert write(tier, 1) == 1
+    told, tell = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of threads, from 3.12 on
+        child = os.fork()
+    if child == 0:
+        try:
+            os.close(tell)
+            files = [os.path.realpath(entry) for entry in Path("/proc/self/fd").iterdir()]
+            os.read(told, 1)  # until the parent has done
+            os._exit(int(any(name.startswith(f"{tmp_path}/s") for name in files)))
+        finally:
+            os._exit(2)
+    os.close(told)
+    try:
+        with pytest.raises(UnavailableError, match="another process"):
+            open_tier(tmp_path)
+        assert write(tier, 2) == 1
+        tier.close()
+        with open_tier(tmp_path) as again:
+            assert again.recovery.source == "index"
+            assert again.match(keys_of(1, 2)) == 2
+            assert write(again, 3) == 1
+    finally:
+        os.close(tell)
+        assert os.waitpid(child, 0)[1] == 0
+
+
 def test_blocks_go_in_and_out_of_any_order_in_memory(tier: SsdTier) -> None:
     # Token, then head, then layer: nothing is where it is in canonical order.
     layout, blocks = SMALL_LAYOUT, blocks_of(3)
@@ -253,6 +291,14 @@ def test_blocks_go_in_and_out_of_any_order_in_memory(tier: SsdTier) -> None:
     assert tier.read(slots, scattered(again), deadline_s=WAIT_S)[0] == 3
     np.testing.assert_array_equal(again, paged)
     tier.unpin(slots)
+
+
+def test_a_block_that_is_named_twice_in_a_run_leaves_one_header(tmp_path: Path) -> None:
+    with open_tier(tmp_path) as tier:
+        assert write(tier, 1, 2, 1) == 3
+        assert (tier.stats().ready, tier.ssd_stats().stale) == (2, 1)
+    report = check_store(tmp_path, mend=False)
+    assert (report.blocks, report.clean, report.findings) == (2, True, ())
 
 
 def test_a_source_that_is_not_what_it_says_is_not_written(tier: SsdTier) -> None:
@@ -368,6 +414,13 @@ def test_wrong_arguments(tier: SsdTier) -> None:
     with pytest.raises(UsageError, match="reason"):
         tier.drop(key(0), "boredom")
     assert tier.write(b"", None, source.take(0, 0), deadline_s=WAIT_S) == 0
+    for parent in (key(7), key(6)):  # of the first, or of the one behind it
+        with pytest.raises(UsageError, match="its own parent"):
+            tier.write(key(7) + key(7), parent, source, deadline_s=WAIT_S)
+    assert tier.durable(key(7)) == 0
+    rows = TokenRows.unknown(2, SMALL_LAYOUT.block_tokens)
+    with pytest.raises(UsageError, match="of type uint16"):
+        TokenRows(rows.values.astype(np.uint16), rows.known)
 
 
 def test_a_closed_tier_says_so(tmp_path: Path) -> None:
