@@ -63,14 +63,25 @@ def records(log: bytes) -> Iterator[Record]:
         yield Record(chr(kind), path, identity, offset, log[begin:at])
 
 
-def leave(log: bytes, folder: Path, into: Path, seed: int) -> None:
-    """Write what is left of ``folder`` into ``into``."""
+def said(log: bytes, name: str) -> list[tuple[int, bytes]]:
+    """Return what was written to one file, line by line, each with its place in the log."""
+    return [
+        (place, record.payload)
+        for place, record in enumerate(records(log))
+        if record.kind == "W" and Path(record.path).name == name
+    ]
+
+
+def leave(log: bytes, folder: Path, into: Path, seed: int, *, until: int | None = None) -> None:
+    """Write what is left of ``folder`` into ``into``: cut before place ``until`` of the log, or its end."""
     chance = random.Random(seed)
     writes: dict[str, list[Write]] = {}
     by_identity: dict[int, list[Write]] = {}
     sizes: dict[str, int] = {}
     syncs: dict[int, int] = {}
     for place, record in enumerate(records(log)):
+        if place == until:
+            break
         if record.kind == "W":
             write = Write(record.offset, record.payload)
             writes.setdefault(record.path, []).append(write)

@@ -4,7 +4,8 @@ python -m tests.crash.ssd_writer FOLDER SEED SLOTS [lies]
 
 How many slots an intent names ahead is the seed's choice: no small store is named whole all the time.
 A line ``go`` when the tier is open, then ``ack FIRST COUNT`` when blocks FIRST to FIRST + COUNT, a chain
-of their own, are durable. With ``lies`` it says so before it writes: a bug that the tests must find.
+of their own, are durable; the same in the file ``said`` beside the store's, so that the log of powercut.c
+has it between the writes. With ``lies`` it says so before it writes: a bug that the tests must find.
 """
 
 import os
@@ -22,6 +23,7 @@ TIGHT = 24  # slots: every write evicts, so the last two chains that were promis
 CHAIN_MAX = 5
 AHEAD = (0, 3, 9, 30, 2000)  # slots
 TIMEOUT_S = 120.0
+SAID = "said"
 
 
 def block(number: int) -> Payload:
@@ -34,9 +36,11 @@ def chain_keys(first: int, count: int) -> bytes:
     return b"".join(key(number) for number in range(first, first + count))
 
 
-def say(*words: object) -> None:
-    """Tell the parent, at once."""
-    os.write(1, (" ".join(map(str, words)) + "\n").encode())
+def say(also: int, *words: object) -> None:
+    """Tell the parent, at once, and a file."""
+    line = (" ".join(map(str, words)) + "\n").encode()
+    for fd in (also, 1):
+        os.write(fd, line)
 
 
 def main() -> None:
@@ -46,21 +50,22 @@ def main() -> None:
     chance = random.Random(seed)
     tier = SsdTier(folder, SMALL_LAYOUT, slots, threads=4, timeout_s=TIMEOUT_S)
     tier._writer._ahead = chance.choice(AHEAD)
-    say("go")
+    also = os.open(folder / SAID, os.O_WRONLY | os.O_CREAT)
+    say(also, "go")
     first = 1
     while True:
         count = chance.randint(1, CHAIN_MAX)
         cut = chance.randint(0, count)
         blocks = np.concatenate([block(number) for number in range(first, first + count)])
         if lies:
-            say("ack", first, count)
+            say(also, "ack", first, count)
         for begin, end in ((0, cut), (cut, count)):
             parent = key(first + begin - 1) if begin else None
             source = view_of(SMALL_LAYOUT, blocks[begin:end])
             keys = chain_keys(first + begin, end - begin)
             tier.write(keys, parent, source, deadline_s=TIMEOUT_S)
         if tier.durable(chain_keys(first, count)) == count and not lies:
-            say("ack", first, count)
+            say(also, "ack", first, count)
         first += count
         if slots == TIGHT and first > 2 * TIGHT and chance.random() < 0.1:
             tier.evict(chance.randint(1, 3))

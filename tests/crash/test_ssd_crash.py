@@ -6,6 +6,7 @@ tier is opened again at once.
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from kvpool.testing.blocks import SMALL_LAYOUT, key, view_of
 from kvpool.tiers.ssd import SsdTier
 from kvpool.tiers.ssd_format import slot_bytes
 from tests.crash import powercut
-from tests.crash.ssd_writer import CHAIN_MAX, ROOMY, TIGHT, block, chain_keys
+from tests.crash.ssd_writer import CHAIN_MAX, ROOMY, SAID, TIGHT, block, chain_keys
 from tests.tidy.mirror import ROOT
 
 Count = Callable[[int, int], int]
@@ -124,6 +125,35 @@ def lose_power(folder: Path, library: Path, seed: int, slots: int, **more: str) 
     powercut.leave(log.read_bytes(), before, folder, seed)
     log.unlink()
     return acks
+
+
+@pytest.mark.parametrize("slots", [ROOMY, TIGHT])
+def test_power_cut_at_many_points_of_one_run(
+    slots: int, tmp_path: Path, library: Path, count: Count
+) -> None:
+    """What was promised up to a moment is there if the power goes at that moment.
+
+    Most moments of a log lie within a write: a sync that is missing, or comes too late, is found here.
+    """
+    for seed in range(2000, 2000 + count(2, 20)):
+        before, log = tmp_path / f"{seed}", tmp_path / f"{seed}-log"
+        environment = {
+            "LD_PRELOAD": str(library),
+            "POWERCUT_LOG": str(log),
+            "POWERCUT_FOLDER": str(before),
+        }
+        run_until_killed(before, seed, slots, environment=environment)
+        raw = log.read_bytes()
+        lines = powercut.said(raw, SAID)
+        assert lines[0][1] == b"go\n"
+        last = sum(1 for _ in powercut.records(raw))
+        chance = random.Random(seed)
+        for turn in range(count(8, 40)):
+            until = chance.randint(lines[0][0] + 1, last)
+            folder = tmp_path / f"{seed}-{turn}"
+            powercut.leave(raw, before, folder, 100 * seed + turn, until=until)
+            check(folder, slots, [chain_of(line) for place, line in lines[1:] if place < until])
+            shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("quarter", range(4))
