@@ -6,6 +6,7 @@ and those before the connection go through gRPC. The server answers both alike. 
 
 import itertools
 import logging
+import math
 import threading
 import time
 from typing import Final
@@ -119,13 +120,17 @@ class Near:
         )
 
     def ask(
-        self, method: Method[Request, Reply], request: bytes, timeout_s: float
+        self,
+        method: Method[Request, Reply],
+        request: bytes,
+        timeout_s: float,
+        begin_s: float = math.inf,
     ) -> Asked[Reply] | None:
         """Begin a call; None if it does not fit, or too many are under way.
 
         Raises:
             PeerUnreachableError, ClosedError: The connection ended.
-            TransferTimeoutError: It took no more within ``timeout_s``.
+            TransferTimeoutError: It took no more within ``begin_s``.
         """
         if len(request) > self._bytes_max or not timeout_s > 0:
             return None
@@ -138,7 +143,7 @@ class Near:
             waiting = self._waiting[number] = _Waiting(number, Deadline(timeout_s))
         try:
             call = Call(number, method.path, min(timeout_s, TIMEOUT_MAX_S), request)
-            sent = self._send(number, call, waiting.deadline)
+            sent = self._send(number, call, Deadline(min(timeout_s, begin_s)))
         except BaseException:
             self._forget(number)
             raise
@@ -232,16 +237,24 @@ class LinkCaller(Caller):
             self._near = Near(endpoint, bytes_max)
 
     def ask(
-        self, method: Method[Request, Reply], request: Request, timeout_s: float
+        self,
+        method: Method[Request, Reply],
+        request: Request,
+        timeout_s: float,
+        begin_s: float = math.inf,
     ) -> Asked[Reply]:
-        """Begin a unary call. See ``Caller``."""
+        """Begin a unary call. See ``Caller``.
+
+        ``begin_s`` is the longest wait until the server has taken it, where it has to take something
+        first. Raises TransferTimeoutError behind that.
+        """
         near = self._near
         if near is None:
             return super().ask(method, request, timeout_s)
-        deadline = Deadline(timeout_s)
-        asked = near.ask(method, encode(request), timeout_s)
+        deadline, begin_s = Deadline(timeout_s), min(timeout_s, begin_s)
+        asked = near.ask(method, encode(request), timeout_s, begin_s)
         if asked is None:
-            self._settle(near, deadline)
+            self._settle(near, begin_s)
             return super().ask(method, request, deadline.remaining_s())
         return asked
 
@@ -265,11 +278,15 @@ class LinkCaller(Caller):
             self._near.end(PeerUnreachableError("the connection was closed: connect again"))
         super().close()
 
-    def _settle(self, near: Near, deadline: Deadline) -> None:
+    def _settle(self, near: Near, wait_s: float) -> None:
         """Wait until what was told has been begun: what comes next takes another way."""
         if not self._told:
             return
         self._told = False
-        asked = near.ask(protocol.MATCH, encode(protocol.MatchRequest()), deadline.remaining_s())
+        deadline = Deadline(wait_s)
+        asked = near.ask(protocol.MATCH, encode(protocol.MatchRequest()), wait_s, wait_s)
         if asked is not None:
             asked.wait(deadline.remaining_s())
+            if deadline.passed():
+                asked.cancel()
+                raise TransferTimeoutError("the server takes nothing: it is silent")

@@ -16,6 +16,7 @@ from kvpool.client.link import Link, Place, open_link
 from kvpool.client.rpc import Method, Reply, Request
 from kvpool.client.ways import Ways
 from kvpool.clock import Clock
+from kvpool.completion import Deadline
 from kvpool.errors import (
     ClosedError,
     KVPoolError,
@@ -146,9 +147,12 @@ class LinkKeeper:
         if self.silent():
             raise PeerUnreachableError("the server is silent: recompute; it is listened for")
         try:
-            asked = link.caller.ask(method, request, timeout_s)
-            if silent_s is not None:
-                wait_alive(link.caller, asked, silent_s)
+            if silent_s is None:
+                asked = link.caller.ask(method, request, timeout_s)
+            else:
+                give_up = Deadline(silent_s)
+                asked = link.caller.ask(method, request, timeout_s, silent_s / 2)
+                wait_alive(link.caller, asked, give_up.remaining_s())
             reply = asked.reply()
         except TransferTimeoutError:
             self.note_silence()

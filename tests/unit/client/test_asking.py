@@ -22,6 +22,7 @@ from kvpool.transfer.base import Endpoint
 from kvpool.transfer.loopback import LoopbackNetwork, LoopbackTransport
 
 PATIENCE_S = 20.0
+ENDLESS_S = 300.0  # longer than a test may take
 REPLY = protocol.MatchReply(blocks=5)
 
 
@@ -185,3 +186,17 @@ def test_calls_are_heard_in_their_order(ends: tuple[Endpoint, Server]) -> None:
     caller.close()
     with pytest.raises(PeerUnreachableError):
         caller.call(protocol.MATCH, protocol.MatchRequest(), PATIENCE_S)
+
+
+def test_a_call_that_has_to_be_begun_first_waits_for_that_no_longer_than_it_may(
+    ends: tuple[Endpoint, Server],
+) -> None:
+    """A server that is silent is given up then, whatever time its answer would have had."""
+    ends[1].answers = silent
+    caller = LinkCaller("127.0.0.1:1")
+    caller.use(ends[0], CALL_BYTES_MAX)
+    assert caller.tell(protocol.RELEASE, protocol.ReleaseRequest(lease=3))
+    long = protocol.MatchRequest(hashes=bytes(CALL_BYTES_MAX + 32))
+    with pytest.raises(TransferTimeoutError):
+        caller.ask(protocol.MATCH, long, ENDLESS_S, 0.01)
+    caller.close()
