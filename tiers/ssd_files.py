@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NO_FILES: Final = (errno.EMFILE, errno.ENFILE)
 _NOT_ALLOWED: Final = (errno.EROFS, errno.EACCES, errno.EPERM)
+_NO_FOLDER: Final = (errno.ENOTDIR, errno.EEXIST, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 def translated(error: OSError, doing: str, path: Path) -> KVPoolError:
@@ -52,6 +53,11 @@ def translated(error: OSError, doing: str, path: Path) -> KVPoolError:
     if error.errno in _NOT_ALLOWED:
         return UsageError(
             f"{doing}: {error.strerror}: choose a folder that may be written", **fields
+        )
+    if error.errno in _NO_FOLDER:
+        return UsageError(
+            f"{doing}: {error.strerror} ({error.filename or path}): give it a folder of its own",
+            **fields,
         )
     return UnavailableError(f"{doing}: {error.strerror or error}: look at the disk", **fields)
 
@@ -168,12 +174,16 @@ class SsdFiles:
         """Return the superblock of an old store that fits, or one for a new store, written."""
         path = self.folder / SUPERBLOCK_FILE
         copies = os.pread(self._superblock_fd, 2 * SUPERBLOCK_BYTES, 0)
-        if not copies.strip(b"\0"):
+        found = decode_superblock(copies, str(path)) if copies.strip(b"\0") else None
+        # One that was made and never opened has no blocks: the disk had no room for it, say.
+        if found is None or (found.opens == 0 and found.geometry != planned):
+            if found is not None:
+                for left in self.folder.glob("segment-*.kvp"):
+                    left.unlink()
             made = Superblock(store_id=os.urandom(STORE_ID_BYTES), geometry=planned)
             self._write_superblock(made)
             os.fsync(self.lock)
             return made
-        found = decode_superblock(copies, str(path))
         if found.geometry.layout != planned.layout:
             raise ConfigError(
                 f"{self.folder} holds blocks of {found.geometry.layout}, not {planned.layout}: "
@@ -242,7 +252,11 @@ def read_superblock(folder: Path) -> Superblock:
     if not copies.strip(b"\0"):
         raise UsageError(f"there is no SSD store in {folder}", path=str(folder))
     if len(copies) < SUPERBLOCK_BYTES:
-        raise CorruptionError(f"{path} has been cut to {len(copies)} bytes", path=str(path))
+        raise CorruptionError(
+            f"{path} has been cut to {len(copies)} bytes: blocks in this store cannot be told; remove "
+            "the folder",
+            path=str(path),
+        )
     return decode_superblock(copies, str(path))
 
 

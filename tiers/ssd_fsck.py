@@ -90,6 +90,8 @@ def check_store(folder: Path, *, mend: bool, timeout_s: float = 60.0) -> Report:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         undo.callback(os.close, lock)
         lock_folder(lock, folder)
+        if superblock.opens == 0:  # the disk had no room for it, say: there is nothing, nor was
+            return Report(slots=superblock.geometry.slot_count, blocks=0, clean=True, findings=())
         check = _Check(folder, superblock, mend, timeout_s)
         check.superblock_copies()
         segments = check.segments(undo)

@@ -44,6 +44,8 @@ _MAP_BYTES_MIN: Final = 64 << 20
 # Records of one transaction, and how long the thread waits for more before it writes fewer.
 _BATCH: Final = 10000
 _GATHER_S: Final = 0.25
+# Changes that wait as they came.
+_CHANGES_MAX: Final = 64
 # What LMDB raises when the disk fails, or its file.
 _FAILURES: Final = (lmdb.Error, OSError)
 
@@ -51,7 +53,9 @@ _FAILURES: Final = (lmdb.Error, OSError)
 class SsdIndex:
     """The index while its store is open. Safe from any thread; ``put`` and ``remove`` never wait.
 
-    One lock, ``_changed``, guards what waits to be written: at most one record a slot. The thread
+    One lock, ``_changed``, guards what waits to be written: at most one record a slot, and
+    ``_CHANGES_MAX`` changes that nobody has cut into records. ``put`` wakes the thread only if it
+    sleeps for want of work: it would take the interpreter from who writes blocks. The thread
     ``kvpool-ssd-index`` alone touches LMDB until ``close``. If LMDB fails, the index is given up for
     this run, and the store opens by its headers the next time.
 
@@ -68,6 +72,8 @@ class SsdIndex:
         self._folder = folder
         self._changed = threading.Condition()
         self._waiting: dict[int, bytes | None] = {}
+        self._changes: list[Listing | SlotNumbers] = []  # behind ``_waiting``: put, or removed
+        self._idle = False
         self._writing = self._closing = self._broken = False
         self._awaited = 0  # callers of ``wait``
         believed = checksum is not None and checksum_of(folder) == checksum
@@ -76,7 +82,7 @@ class SsdIndex:
             shutil.rmtree(folder, ignore_errors=True)
         try:
             if not believed:  # LMDB would follow damage in it: through a link, too, nothing stays
-                (folder / _FILE).unlink(missing_ok=True)
+                (folder if folder.is_file() else folder / _FILE).unlink(missing_ok=True)
             self._environment = _open(folder, slot_count)
             if believed:
                 self.found = _read(self._environment)
@@ -90,16 +96,11 @@ class SsdIndex:
 
     def put(self, blocks: Listing) -> None:
         """Say which blocks lie in slots now."""
-        records = _records(blocks)
-        with self._changed:
-            self._waiting.update(zip(blocks.slots.indices.tolist(), records, strict=True))
-            self._changed.notify_all()
+        self._change(blocks)
 
     def remove(self, slots: SlotNumbers) -> None:
         """Say that nothing lies in slots any more."""
-        with self._changed:
-            self._waiting.update(dict.fromkeys(slots.tolist()))
-            self._changed.notify_all()
+        self._change(slots)
 
     def write_all(self, blocks: Listing) -> None:
         """Write an empty index anew, in ascending order of slots. Before anything is ``put``."""
@@ -134,19 +135,43 @@ class SsdIndex:
             self._changed.notify_all()
             try:
                 return self._changed.wait_for(
-                    lambda: self._broken or not (self._waiting or self._writing), timeout_s
+                    lambda: self._broken or not (self._has_work() or self._writing), timeout_s
                 )
             finally:
                 self._awaited -= 1
 
+    def _change(self, change: Listing | SlotNumbers) -> None:
+        with self._changed:
+            self._changes.append(change)
+            if len(self._changes) >= _CHANGES_MAX:
+                self._gather()
+            if self._idle or self._is_due():
+                self._changed.notify_all()
+
+    def _gather(self) -> None:
+        """Cut changes into records. Locked."""
+        changes, self._changes = self._changes, []
+        for change in changes:
+            if isinstance(change, Listing):
+                numbers = change.slots.indices.tolist()
+                self._waiting.update(zip(numbers, _records(change), strict=True))
+            else:
+                self._waiting.update(dict.fromkeys(change.tolist()))
+
+    def _has_work(self) -> bool:
+        return bool(self._waiting or self._changes)
+
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._closing)
-                if not self._waiting:
+                self._idle = True
+                self._changed.wait_for(lambda: self._has_work() or self._closing)
+                self._idle = False
+                if not self._has_work():
                     return
                 # More may come at once: a transaction each would take time from who writes blocks.
                 self._changed.wait_for(self._is_due, _GATHER_S)
+                self._gather()
                 waiting, self._waiting, self._writing = self._waiting, {}, True
             self._guarded(partial(self._write, waiting))
             with self._changed:

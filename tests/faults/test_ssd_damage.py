@@ -259,6 +259,10 @@ def test_an_index_behind_a_link_is_written_anew_too(tmp_path: Path) -> None:
     assert noise not in path.read_bytes()
     assert served(store) == (set(range(SLOTS)), 0)
     assert checked(store).findings == ()
+    (store / "index").unlink()
+    (store / "index").write_text("no folder")
+    assert served(store) == (set(range(SLOTS)), 0)
+    assert checked(store).findings == ()
 
 
 def test_a_damaged_superblock(folder: Path) -> None:

@@ -17,6 +17,7 @@ from kvpool.testing.blocks import SMALL_LAYOUT, key, payload, view_of
 from kvpool.tiers import stack
 from kvpool.tiers.ssd import SsdTier
 from kvpool.tiers.ssd_format import slot_bytes
+from kvpool.tiers.ssd_fsck import check_store
 from tests.faults import ssd_interrupts, ssd_scenes
 from tests.tidy.mirror import ROOT
 
@@ -110,8 +111,16 @@ def test_a_limit_on_file_sizes_is_no_room(tmp_path: Path) -> None:
         with pytest.raises(CapacityError, match="give the tier fewer bytes"):
             open_tier(tmp_path)
         assert not list(tmp_path.glob("segment*"))
-    with open_tier(tmp_path) as tier:
+    report = check_store(tmp_path, mend=False)
+    assert (report.blocks, report.findings) == (0, ())  # nothing is lost that never was
+    (tmp_path / "segment-0007.kvp").write_bytes(b"of a process that was killed when it made them")
+    with open_tier(tmp_path, SLOTS - 1) as tier:  # as it was told to
         put(tier)
+    assert [path.name for path in tmp_path.glob("segment*")] == ["segment-0000.kvp"]
+    with pytest.raises(ConfigError, match=f"{SLOTS - 1} slots"):
+        open_tier(tmp_path)
+    with open_tier(tmp_path, SLOTS - 1) as tier:
+        assert tier.match(key(0)) == 1
 
 
 def test_a_folder_has_one_tier_at_a_time(tmp_path: Path) -> None:
@@ -141,7 +150,7 @@ def test_a_folder_has_one_tier_at_a_time(tmp_path: Path) -> None:
 
 def test_a_path_that_cannot_be_a_folder(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UnavailableError, match="cannot be opened"):
+    with pytest.raises(UsageError, match="cannot be opened.*a folder of its own"):
         open_tier(tmp_path / "file")
     with pytest.raises(UsageError, match="choose a folder"):
         open_tier(Path("/sys/kvpool-store"))  # where nobody may make a folder

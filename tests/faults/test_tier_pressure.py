@@ -103,7 +103,9 @@ def test_everything_pinned_refuses_and_recovers(tier: DramTier, count: Count) ->
                 write(tier, key(number), block(number))
         assert len(tier.reserve_run(5)) == 0
         assert tier.evict(SLOTS) == 0
+        assert tier.keys() == here  # none of them has left, unread
         for slots in pins:
+            read(tier, slots)
             tier.unpin(slots)
         for number in next_ones:
             assert write(tier, key(number), block(number))
@@ -164,6 +166,7 @@ def test_512_threads(count: Count) -> None:
             assert sum(threads.map(work, range(count(512, 512 * 40)))) > 0
         stats = pool.stats()
         assert (stats.reserved, stats.quarantined, stats.leases) == (0, 0, 0)
+        assert stats.extra["pins"] == 0
 
 
 def test_probing_all_blocks_while_writing_keeps_nothing_alive(count: Count) -> None:
