@@ -203,6 +203,7 @@ class ServerConfig:
         lease_check_s: How often leases that ran out are looked for, and gauges are set.
         clients_max: Connected clients; one more is refused.
         stores_max: Stores running at once over all clients; one more is refused.
+        calls_max: Calls under way at once at each of its gRPC addresses; one more is refused.
         node: Name of this node in the ring, the same in every run of it; ``""``: it is alone.
         listen: ``host:port`` of the control plane, besides the socket in ``run_dir``; ``""``: none.
         advertise: ``host:port`` that others are told in place of ``listen``; ``""``: the same.
@@ -217,6 +218,7 @@ class ServerConfig:
     lease_check_s: float = 1.0
     clients_max: int = 256
     stores_max: int = 256
+    calls_max: int = 4096
     node: str = ""
     listen: str = ""
     advertise: str = ""
@@ -236,7 +238,7 @@ class ServerConfig:
         _require_positive(
             self, "server", "stop_timeout_s", "lease_check_s", "clients_max", "stores_max"
         )
-        _require_positive(self, "server", "directory_names_max", "announce_interval_s")
+        _require_positive(self, "server", "calls_max", "directory_names_max", "announce_interval_s")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -181,8 +181,18 @@ METRICS: Final = (
         "counter",
         "kvpool_server_refused_calls_total",
         "Calls of tenants that were refused: nobody who may call, another tenant's blocks, what only "
-        "an operator may do, a quota of stored or of leased bytes.",
-        reason=("unknown", "tenant", "operator", "store_bytes", "lease_bytes"),
+        "an operator may do, a quota of stored or of leased bytes, a share of clients, stores or calls "
+        "at once.",
+        reason=(
+            *("unknown", "tenant", "operator", "store_bytes", "lease_bytes"),
+            *("clients", "stores", "calls"),
+        ),
+    ),
+    _metric(
+        "counter",
+        "kvpool_server_failed_upkeep_total",
+        "Turns of what a server does now and then that failed, and were tried again: a bug to report.",
+        task=("leases", "clients", "tenants", "gauges", "directory", "names"),
     ),
     _metric(
         "histogram",

@@ -12,7 +12,7 @@ import signal
 import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Final
 
 from kvpool.client import protocol
@@ -28,6 +28,7 @@ from kvpool.server.node import Node
 from kvpool.server.run_dir import RunDir
 from kvpool.server.service import PoolService
 from kvpool.server.tenancy import Tenancy
+from kvpool.server.upkeep import Tasks, Upkeep
 from kvpool.transfer.base import Transport
 from kvpool.transfer.choice import TransportKind, listen_address, open_transport
 
@@ -105,8 +106,8 @@ async def serve(
         ends.push_async_callback(_flush, pool, config)
         probes = GrpcHealth()
         await probes.starting()
-        local = Service(gate=tenancy.gate(parts.authenticator, local=True))
-        others = Service(gate=tenancy.gate(parts.authenticator, local=False))
+        local = Service(config.calls_max, gate=tenancy.gate(parts.authenticator, local=True))
+        others = Service(config.calls_max, gate=tenancy.gate(parts.authenticator, local=False))
         _add_all((local, others), probes, pool, node)
         ends.push_async_callback(pool.calls.stop, _GRACE_S)
         ends.push_async_callback(local.stop, _GRACE_S)
@@ -122,7 +123,10 @@ async def serve(
         health.not_ready = ""
         await probes.ready()
         print(f"kvpool-server ready in {run_dir.path}", flush=True)
-        await _run(config, pool, node, health, stopping)
+        tasks = {**pool.upkeep(), **(node.upkeep() if node is not None else {})}
+        upkeep = Upkeep(metrics, health, SystemClock())
+        wait_s = config.lease_check_s if node is None else config.announce_interval_s
+        await _run(upkeep, tasks, health, stopping, min(wait_s, config.lease_check_s))
         health.not_ready = "it is stopping"
         await probes.stopping()
 
@@ -142,22 +146,13 @@ def _add_all(
 
 
 async def _run(
-    config: ServerConfig,
-    pool: PoolService,
-    node: Node | None,
-    health: Health,
-    stopping: asyncio.Event,
+    upkeep: Upkeep, tasks: Tasks, health: Health, stopping: asyncio.Event, wait_s: float
 ) -> None:
-    wait_s = config.lease_check_s if node is None else config.announce_interval_s
     while not stopping.is_set():
         health.turn()
-        pool.tick()
-        if node is not None:
-            node.tick()
-        try:
-            await asyncio.wait_for(stopping.wait(), min(wait_s, config.lease_check_s))
-        except TimeoutError:
-            continue
+        upkeep.run(tasks)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(stopping.wait(), wait_s)
 
 
 def _transports(

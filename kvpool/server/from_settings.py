@@ -20,7 +20,12 @@ from kvpool.config import PoolConfig, ServerConfig, SsdConfig, TransferConfig
 from kvpool.errors import ConfigError, UsageError
 from kvpool.index.membership import Member, Membership, StaticMembership, node_id
 from kvpool.server.access import Credential, TenantAccess
-from kvpool.server.settings import FileSettings, ListenSettings, TenantSettings
+from kvpool.server.settings import (
+    FileSettings,
+    ListenSettings,
+    NodeSettings,
+    TenantSettings,
+)
 from kvpool.server.tenant import Authenticator, OpenAccess, Tenant
 
 _PEM_BYTES_MAX: Final = 1 << 20
@@ -31,6 +36,7 @@ _FILE_KEYS: Final = {
     "server.stop_timeout_s": "node.stop_timeout_s",
     "server.clients_max": "node.clients_max",
     "server.stores_max": "node.stores_max",
+    "server.calls_max": "node.calls_max",
     "server.directory_names_max": "ring.directory_names_max",
     "server.announce_interval_s": "ring.announce_interval_s",
     "pool.dram_bytes": "pool.dram",
@@ -173,6 +179,7 @@ def _made(settings: FileSettings, run_dir: Path) -> ServerConfig:
         stop_timeout_s=node.stop_timeout_s,
         clients_max=node.clients_max,
         stores_max=node.stores_max,
+        calls_max=node.calls_max,
         node=node.name,
         listen=settings.listen.address,
         advertise=_advertised(settings),
@@ -249,19 +256,32 @@ def _authenticator(settings: FileSettings) -> Authenticator:
                 f"tenant {tenant.name} shows a certificate: set listen.client_ca_file",
                 key="tenants.certificate_names",
             )
-    return TenantAccess([_credential(tenant) for tenant in settings.tenants], secret)
+    places = len(settings.tenants) + 1  # one for this user's own processes
+    credentials = [_credential(tenant, settings.node, places) for tenant in settings.tenants]
+    return TenantAccess(credentials, secret)
 
 
-def _credential(settings: TenantSettings) -> Credential:
+def _credential(settings: TenantSettings, node: NodeSettings, places: int) -> Credential:
     token = ""
     if settings.token_file:
         token = read_secret(Path(settings.token_file), "tenants.token_file")
+    limits = {}
+    for name in ("clients_max", "stores_max", "calls_max"):
+        limit = getattr(settings, name)
+        if limit < 0:
+            raise ConfigError(
+                f"tenants.{name} is {limit}: a number above 0, or 0 for an equal share of "
+                f"node.{name}",
+                key=f"tenants.{name}",
+            )
+        limits[name] = limit or max(1, getattr(node, name) // places)
     return Credential(
         tenant=Tenant(
             name=settings.name,
             lease_bytes_max=int(settings.lease_bytes_max) or None,
             store_bytes_max=int(settings.store_bytes_max) or None,
             operator=settings.operator,
+            **limits,
         ),
         token=token,
         certificate_names=tuple(settings.certificate_names),

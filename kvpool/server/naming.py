@@ -113,10 +113,17 @@ class Naming:
             self._spread()
 
     def tick(self) -> None:
-        """Scan the tiers for names that are not there any more, if blocks have left since."""
+        """Scan the tiers for names that are not there any more, if blocks have left since.
+
+        Raises what the scan before this one met.
+        """
         announcer, tier = self._announcer, self._tier
-        if announcer is None or tier is None or self._scan is not None:
+        if announcer is None or tier is None:
             return
+        before = self._scan
+        if before is not None and not before.done():
+            return
+        self._scan = None
         if self._turned_at and self._loop.time() - self._turned_at > _SETTLED_S:
             self._turned_at = 0.0
             announcer.settle()
@@ -127,6 +134,8 @@ class Naming:
         if lost != self._lost:
             self._lost = lost
             self._scan = self._loop.create_task(self._look_for_gone(announcer, tier))
+        if before is not None:
+            before.result()
 
     def turn(self, ring: Ring) -> None:
         """Use another ring. New owners are told what they own now, in the background."""
@@ -213,10 +222,9 @@ class Naming:
             await self._remove(await self._aside(_gone, announcer.names(), tier))
         except KVPoolError as error:
             logger.debug("the tiers are not scanned: %s", error)  # closed
-        except Exception:
-            logger.exception("a scan of the tiers failed")
-        finally:
-            self._scan = None
+        except BaseException:
+            self._lost = -1  # to look again
+            raise
 
     async def _remove(self, names: list[BlockHash]) -> None:
         """Take back names whose blocks are not here, some at a time."""

@@ -26,6 +26,7 @@ from kvpool.metrics import Metrics
 from kvpool.server.naming import Naming
 from kvpool.server.shard import STORE_NAME, Shard
 from kvpool.server.telling import Teller
+from kvpool.server.upkeep import Tasks
 from kvpool.tiers.base import Tier
 
 logger = logging.getLogger(__name__)
@@ -135,10 +136,9 @@ class Node:
         """Take back a name that is not here. See ``Holdings``."""
         self._naming.missed(names)
 
-    def tick(self) -> None:
-        """Look for blocks that left, and for nodes that fell silent. To be called now and then."""
-        self._shard.tick()
-        self._naming.tick()
+    def upkeep(self) -> Tasks:
+        """Return what is to be done now and then, by name: nodes that fell silent, blocks that left."""
+        return {"directory": self._shard.tick, "names": self._naming.tick}
 
     def _spread(self) -> None:
         """Put what this node owns into its own shard; wake those who tell the others."""

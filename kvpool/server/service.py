@@ -25,7 +25,7 @@ from kvpool.client.rpc import Method
 from kvpool.client.rpc_service import Methods
 from kvpool.clock import Clock
 from kvpool.config import ServerConfig
-from kvpool.errors import KVPoolError, UnavailableError, UsageError
+from kvpool.errors import CapacityError, UnavailableError, UsageError
 from kvpool.events import EventSink, PeerLost
 from kvpool.metrics import Metrics
 from kvpool.server.answering import Answering
@@ -37,6 +37,7 @@ from kvpool.server.storing import Storing
 from kvpool.server.tenancy import Tenancy
 from kvpool.server.tenant import calling_tenant
 from kvpool.server.tier_report import TierReport, tier_counts
+from kvpool.server.upkeep import Tasks
 from kvpool.tiers.dram import DramTier
 from kvpool.tiers.stack import StackTier
 from kvpool.tiers.verify import verify_blocks, verify_device
@@ -115,19 +116,39 @@ class PoolService:
         self._add(service, protocol.EVICT, self._evict)
         self._add(service, protocol.VERIFY, self._verify)
 
-    def tick(self) -> None:
-        """End leases that have run out, and set the gauges. To be called now and then."""
+    def upkeep(self) -> Tasks:
+        """Return what is to be done now and then, by name."""
+        return {
+            "leases": self._expire_leases,
+            "clients": self._expire_clients,
+            "tenants": self._begin_sweep,
+            "gauges": self._set_gauges,
+        }
+
+    def _expire_leases(self) -> None:
+        pool = self._served.opened()
+        if pool is not None:
+            pool.leases.expire()
+
+    def _expire_clients(self) -> None:
+        self.sessions.expire(_IDLE_S)
+
+    def _begin_sweep(self) -> None:
+        """Look for blocks of tenants that left, unless that is under way; raises what it met before."""
+        before = self._sweeping
+        if before is not None and not before.done():
+            return
+        sweep = self._served.tenancy.sweep(self._served.executor)
+        self._sweeping = asyncio.get_running_loop().create_task(sweep)
+        if before is not None:
+            before.result()
+
+    def _set_gauges(self) -> None:
         self._metrics.set("kvpool_server_client_count", len(self.sessions))
         pool = self._served.opened()
-        if pool is None:
-            return
-        pool.leases.expire()
-        if self._sweeping is None:
-            self._sweeping = asyncio.get_running_loop().create_task(self._sweep())
-        self.sessions.expire(_IDLE_S)
-        stats = pool.stats()
-        self._metrics.set("kvpool_server_lease_count", stats.leases)
-        self._report_tiers.tell(pool.tier)
+        if pool is not None:
+            self._metrics.set("kvpool_server_lease_count", pool.stats().leases)
+            self._report_tiers.tell(pool.tier)
 
     def backlog(self) -> int:
         """Return how many blocks wait to be written to the SSD."""
@@ -147,14 +168,6 @@ class PoolService:
         pool = self._served.opened()
         if pool is not None:
             pool.close()
-
-    async def _sweep(self) -> None:
-        try:
-            await self._served.tenancy.sweep(self._served.executor)
-        except KVPoolError as error:
-            logger.debug("blocks of tenants are not looked for: %s", error)  # closed
-        finally:
-            self._sweeping = None
 
     def _add(
         self,
@@ -206,10 +219,14 @@ class PoolService:
 
     async def _hello(self, request: protocol.HelloRequest) -> protocol.Done:
         protocol.spoken_version(request.version)
-        if request.streams:
-            self.sessions.greet_stream(request.client)
-        else:
-            await self.sessions.greet(request.client)
+        try:
+            if request.streams:
+                self.sessions.greet_stream(request.client)
+            else:
+                await self.sessions.greet(request.client)
+        except CapacityError:
+            self._served.tenancy.count_refused("clients")
+            raise
         return protocol.Done()
 
     async def _stay(self, request: protocol.StayRequest) -> AsyncGenerator[protocol.Done]:

@@ -12,6 +12,7 @@ from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 from typing import Final
 
+from kvpool.client.call_wire import Parts
 from kvpool.client.protocol import CLIENT_BYTES
 from kvpool.errors import (
     CapacityError,
@@ -107,8 +108,8 @@ class Sessions:
                     "no connection of the transport bears this name: connect it first"
                 ) from error
         session = self._sessions[client]
-        if not session.greeted and len(self) >= self._clients_max:
-            raise CapacityError(f"{self._clients_max} clients are connected: end one first")
+        if not session.greeted:
+            self._require_room()
         tenant = calling_tenant.get().name
         if session.greeted and session.tenant != tenant:
             raise StaleIncarnationError("this connection is not known here: connect again")
@@ -144,8 +145,8 @@ class Sessions:
         taken = known is not None and (known.endpoint is not None or known.tenant != tenant)
         if len(client) != CLIENT_BYTES or taken:
             raise UsageError(f"{len(client)} bytes are no new name of a client: use random ones")
-        if known is None and len(self) >= self._clients_max:
-            raise CapacityError(f"{self._clients_max} clients are connected: end one first")
+        if known is None:
+            self._require_room()
         session = known or Session(client, None, greeted=True, tenant=tenant)
         session.used_at = self._loop.time()
         self._sessions[client] = session

@@ -46,6 +46,10 @@ class NodeSettings(Section, frozen=True, kw_only=True):
     stores_max: Annotated[
         int, msgspec.Meta(description="Stores at once over all clients; one more is refused")
     ] = 256
+    calls_max: Annotated[
+        int,
+        msgspec.Meta(description="Calls at once that come by gRPC; one more is refused"),
+    ] = 4096
 
 
 class SsdSettings(Section, frozen=True, kw_only=True):
@@ -264,6 +268,19 @@ class TenantSettings(Section, frozen=True, kw_only=True):
     store_bytes_max: Annotated[
         Size, msgspec.Meta(description="Bytes of his blocks on this server; 0: no limit")
     ] = Size(0)
+    clients_max: Annotated[
+        int,
+        msgspec.Meta(
+            description="His connected clients; 0: an equal share of node.clients_max for each "
+            "tenant, and one for this user's own processes"
+        ),
+    ] = 0
+    stores_max: Annotated[
+        int, msgspec.Meta(description="His stores at once; 0: a share of node.stores_max")
+    ] = 0
+    calls_max: Annotated[
+        int, msgspec.Meta(description="His calls at once by gRPC; 0: a share of node.calls_max")
+    ] = 0
     operator: Annotated[
         bool,
         msgspec.Meta(description="May evict, verify and announce: for servers and people"),

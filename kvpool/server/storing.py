@@ -130,8 +130,9 @@ class Storing:
         if self.under_way >= stores_max:
             why = f"{stores_max} stores are under way: try later"
             return protocol.StoreReply(stored=0, new=0, refused=why)
-        self._served.tenancy.require_own(request.ancestors + request.hashes)
-        with self._served.tenancy.room(request.hashes):
+        tenancy = self._served.tenancy
+        tenancy.require_own(request.ancestors + request.hashes)
+        with tenancy.store(), tenancy.room(request.hashes):
             return await self._keep_in(session, pool, request, fill)
 
     async def _keep_in(

@@ -7,6 +7,7 @@ the server's loop alone. Who calls it: the service, and the RPC edge for its gat
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Executor
 from contextlib import contextmanager
@@ -30,6 +31,8 @@ class Tenancy:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._ledger: TenantLedger | None = None
+        self._calls: Counter[str] = Counter()  # by tenant, under way
+        self._stores: Counter[str] = Counter()
 
     def gate(self, authenticator: Authenticator, *, local: bool) -> Gate:
         """Return what looks at each call first.
@@ -40,17 +43,45 @@ class Tenancy:
                 is his own.
         """
 
-        def enter(metadata: Mapping[str, str], peer_names: tuple[str, ...]) -> None:
+        @contextmanager
+        def enter(metadata: Mapping[str, str], peer_names: tuple[str, ...]) -> Generator[None]:
             if local and "authorization" not in metadata:
-                calling_tenant.set(authenticator.own())
-                return
-            try:
-                calling_tenant.set(authenticator.authenticate(metadata, peer_names))
-            except UsageError:
-                self._count("unknown")
-                raise
+                tenant = authenticator.own()
+            else:
+                try:
+                    tenant = authenticator.authenticate(metadata, peer_names)
+                except UsageError:
+                    self.count_refused("unknown")
+                    raise
+            calling_tenant.set(tenant)
+            with self._place(self._calls, tenant.calls_max, "calls"):
+                yield
 
         return enter
+
+    @contextmanager
+    def store(self) -> Generator[None]:
+        """Count a store of the caller, for the length of a ``with``.
+
+        Raises CapacityError if it has as many under way as it may.
+        """
+        with self._place(self._stores, calling_tenant.get().stores_max, "stores"):
+            yield
+
+    @contextmanager
+    def _place(self, places: Counter[str], limit: int | None, what: str) -> Generator[None]:
+        name = calling_tenant.get().name
+        if limit is not None and places[name] >= limit:
+            self.count_refused(what)
+            raise CapacityError(
+                f"tenant {name} has {places[name]} {what} under way, all that it may: try later, or "
+                f"have tenants.{what}_max raised"
+            )
+        places[name] += 1
+        try:
+            yield
+        finally:
+            places[name] -= 1
 
     def opened(self, slots: int, block_bytes: int, present: Callable[[bytes], int]) -> None:
         """Make room for as many blocks as the tiers have slots."""
@@ -74,7 +105,7 @@ class Tenancy:
             return hashes
         count = self._ledger.visible(tenant, hashes)
         if count * HASH_BYTES < len(hashes):
-            self._count("tenant")
+            self.count_refused("tenant")
         return hashes[: count * HASH_BYTES]
 
     def require_own(self, hashes: bytes) -> None:
@@ -89,7 +120,7 @@ class Tenancy:
         """Raise UsageError unless the caller may do what concerns everybody."""
         tenant = calling_tenant.get()
         if not tenant.operator:
-            self._count("operator")
+            self.count_refused("operator")
             raise UsageError(
                 f"tenant {tenant.name} is no operator: call this with the token of one "
                 "(tenants.operator = true)"
@@ -108,7 +139,7 @@ class Tenancy:
         try:
             blocks = ledger.take_room(tenant, hashes)
         except CapacityError:
-            self._count("store_bytes")
+            self.count_refused("store_bytes")
             raise
         try:
             yield
@@ -130,12 +161,13 @@ class Tenancy:
         tenant = calling_tenant.get()
         limit = tenant.lease_bytes_max
         if limit is not None and leased_bytes > limit:
-            self._count("lease_bytes")
+            self.count_refused("lease_bytes")
             raise CapacityError(
                 f"the clients of tenant {tenant.name} would hold {leased_bytes} of {limit} leased "
                 "bytes: release leases first",
                 size_bytes=leased_bytes,
             )
 
-    def _count(self, reason: str) -> None:
+    def count_refused(self, reason: str) -> None:
+        """Count a call that was refused."""
         self._metrics.count(_REFUSED, reason=reason)

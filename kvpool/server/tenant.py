@@ -21,6 +21,8 @@ class Tenant:
         lease_bytes_max: Bytes that all its clients may hold leased at once; None: the pool's limit of
             each client alone.
         store_bytes_max: Bytes of blocks that it may have in the pool; None: what there is room for.
+        clients_max, stores_max, calls_max: How many of these it may have at once; None: what there is
+            room for.
         operator: May see and change what belongs to everybody: evict, verify, announce.
     """
 
@@ -28,7 +30,14 @@ class Tenant:
     salt: bytes = b""
     lease_bytes_max: int | None = None
     store_bytes_max: int | None = None
+    clients_max: int | None = None
+    stores_max: int | None = None
+    calls_max: int | None = None
     operator: bool = True
+
+    def is_anybody(self) -> bool:
+        """Say whether nothing of a call depends on whose it is: no names, and no limits, of its own."""
+        return not self.name and self.lease_bytes_max is None and self.store_bytes_max is None
 
 
 class Authenticator(Protocol):

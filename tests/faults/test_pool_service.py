@@ -66,7 +66,8 @@ class Running:
         """Have it tick in its loop."""
 
         async def tick() -> None:
-            self.pool.tick()
+            for task in self.pool.upkeep().values():
+                task()
 
         asyncio.run_coroutine_threadsafe(tick(), self.loop).result(WAIT_S)
 

@@ -112,7 +112,12 @@ def test_what_the_servers_own_user_stores_has_names_that_no_tenant_can_make() ->
     assert not own.name
     assert _access().own() == own  # the same on every server
     context = contextvars.copy_context()
-    context.run(Tenancy(Metrics()).gate(_access(), local=True), {}, ())
+
+    def enter() -> None:
+        with Tenancy(Metrics()).gate(_access(), local=True)({}, ()):
+            pass
+
+    context.run(enter)
     assert context[calling_tenant] == own
 
 

@@ -14,7 +14,7 @@ from kvpool.client.rpc_service import Service
 from kvpool.clock import ManualClock
 from kvpool.errors import UsageError
 from kvpool.metrics import Metrics
-from kvpool.server.grpc_health import WATCHERS_MAX, GrpcHealth
+from kvpool.server.grpc_health import ASKING_MAX, GrpcHealth
 from kvpool.server.http import Health, HttpServer
 
 WAIT_S = 20.0
@@ -59,7 +59,7 @@ def test_watchers_of_the_health_have_a_limit() -> None:
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             stub = health_pb2_grpc.HealthStub(channel)
             request = health_pb2.HealthCheckRequest()
-            watches = [stub.Watch(request, timeout=WAIT_S) for _ in range(WATCHERS_MAX)]
+            watches = [stub.Watch(request, timeout=WAIT_S) for _ in range(ASKING_MAX)]
             for watch in watches:
                 assert (await watch.read()).status == health_pb2.HealthCheckResponse.SERVING
             with pytest.raises(grpc.RpcError) as refused:

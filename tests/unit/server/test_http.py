@@ -1,7 +1,9 @@
 """The HTTP port says how the server is, and nothing that is sent to it ends it."""
 
+import contextlib
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import httpx
@@ -10,7 +12,16 @@ import pytest
 from kvpool.clock import ManualClock
 from kvpool.errors import ConfigError
 from kvpool.metrics import Metrics
-from kvpool.server.http import STUCK_S, Health, HttpServer
+from kvpool.server import http
+from kvpool.server.http import (
+    CONNECTIONS_MAX,
+    REQUEST_BYTES_MAX,
+    STUCK_S,
+    Health,
+    HttpServer,
+)
+
+WAIT_S = 30.0
 
 
 class Scene:
@@ -88,6 +99,90 @@ def test_connections_that_say_nothing_do_not_take_it_from_others(scene: Scene) -
     finally:
         for connection in silent:
             connection.close()
+
+
+def test_what_fails_of_the_upkeep_is_not_ready_and_alive(scene: Scene) -> None:
+    scene.health.not_ready = ""
+    scene.health.trouble("leases", "ZeroDivisionError: x")
+    assert scene.get("/readyz") == (503, "leases fails: ZeroDivisionError: x\n")
+    assert scene.get("/healthz") == (200, "ok\n")
+    scene.health.trouble("leases", "")
+    assert scene.get("/readyz") == (200, "ok\n")
+
+
+def keep_busy(scene: Scene, sent: bytes, count: int) -> list[socket.socket]:
+    """Open connections that begin a request and do not end it."""
+    made = []
+    for _ in range(count):
+        made.append(socket.create_connection(("127.0.0.1", scene.server.port), WAIT_S))
+        made[-1].sendall(sent)
+    return made
+
+
+@pytest.mark.parametrize("sent", [b"", b"G", b"GET /healthz HTTP/1.1\r\nA: b\r\n"])
+def test_who_keeps_a_place_without_asking_gives_way(scene: Scene, sent: bytes) -> None:
+    """More connections than there are places, all of them too slow: who asks is answered at once."""
+    busy = keep_busy(scene, sent, 3 * CONNECTIONS_MAX)
+    try:
+        for _ in range(3):
+            assert scene.get("/healthz") == (200, "ok\n")
+        assert busy[0].recv(1) == b"", "the oldest went"
+        newest = busy[-1]
+        newest.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            newest.recv(1)
+        assert threading.active_count() <= CONNECTIONS_MAX + 20
+    finally:
+        for connection in busy:
+            connection.close()
+
+
+def test_a_request_has_a_time_for_all_of_it(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A byte now and then does not make it longer."""
+    monkeypatch.setattr(http, "REQUEST_S", 1.0)
+    [slow] = keep_busy(scene, b"GET /healthz HTTP/1.1\r\n", 1)
+    give_up = time.monotonic() + WAIT_S
+    with slow:
+        slow.settimeout(0.05)
+        while True:
+            assert time.monotonic() < give_up, "it is listened to without end"
+            try:
+                slow.sendall(b"A: b\r\n")
+                if slow.recv(1) == b"":
+                    break
+            except TimeoutError:
+                continue
+            except OSError:
+                break
+
+
+def test_a_request_has_a_size(scene: Scene) -> None:
+    """Nor does the end of one that is larger wait for anything."""
+    [large] = keep_busy(scene, b"GET /healthz HTTP/1.1\r\n", 1)
+    with large:
+        with contextlib.suppress(OSError):
+            for _ in range(2 * REQUEST_BYTES_MAX // 8):
+                large.sendall(b"A: bcd\r\n")
+        answer = b""
+        with contextlib.suppress(OSError):
+            while piece := large.recv(65536):
+                answer += piece
+    assert b" 200 " not in answer.split(b"\r\n")[0]
+
+
+def test_a_place_is_given_back_if_no_thread_can_be_had(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def none(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", none)
+        for _ in range(2 * CONNECTIONS_MAX):
+            refused = socket.create_connection(("127.0.0.1", scene.server.port), WAIT_S)
+            with refused, contextlib.suppress(ConnectionResetError):
+                assert refused.recv(1) == b""
+    assert scene.get("/healthz") == (200, "ok\n")
 
 
 def test_an_address_that_is_taken_is_named(scene: Scene) -> None:
