@@ -5,6 +5,7 @@ they are told not to. What a caller waits is what it says itself: the deadline o
 """
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -37,7 +38,7 @@ class Call:
 class SilentPeers:
     """The servers, from construction to the end of the ``with``.
 
-    ``_changed`` guards what came and who is silent.
+    ``_changed`` guards what came, who is silent, and who fails.
 
     Args:
         count: How many.
@@ -49,6 +50,8 @@ class SilentPeers:
         self._changed = threading.Condition()
         self._silent: dict[str, set[str]] = {}
         self._calls: list[Call] = []
+        self._kept = Counter[str]()
+        self._failing: set[tuple[str, str]] = set()
         self._ended = False
         self.names = [f"peer-{number}" for number in range(count)]
         self.addresses: dict[str, str] = {}
@@ -62,10 +65,16 @@ class SilentPeers:
             for node in self.names if nodes is None else nodes:
                 self._silent.setdefault(node, set()).update(method.path for method in methods)
 
+    def fail(self, method: Method[Any, Any], node: str) -> None:
+        """Have a server end every call of a method at once, as one that dies does."""
+        with self._changed:
+            self._failing.add((node, method.path))
+
     def speak(self) -> None:
         """Have everybody answer everything again, what came meanwhile too."""
         with self._changed:
             self._silent.clear()
+            self._failing.clear()
             self._changed.notify_all()
 
     def calls(self, *methods: Method[Any, Any]) -> list[Call]:
@@ -73,6 +82,11 @@ class SilentPeers:
         paths = {method.path for method in methods}
         with self._changed:
             return [call for call in self._calls if call.method in paths]
+
+    def kept(self, method: Method[Any, Any]) -> int:
+        """Return how many calls of a method wait for an answer now."""
+        with self._changed:
+            return self._kept[method.path]
 
     def forget(self) -> None:
         """Forget what came."""
@@ -130,7 +144,12 @@ class SilentPeers:
         with self._changed:
             context.add_callback(self._wake)
             self._calls.append(Call(node, method.path, left_s or 0.0, not answered()))
+            self._kept[method.path] += 1
             self._changed.wait_for(lambda: answered() or not context.is_active())
+            self._kept[method.path] -= 1
+            failing = (node, method.path) in self._failing
+        if failing:
+            context.abort(grpc.StatusCode.UNAVAILABLE, "gone")
 
     def _wake(self) -> None:
         with self._changed:

@@ -7,6 +7,7 @@ their kind are in ``test_ring.py``.
 import contextlib
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -26,12 +27,23 @@ BLOCKS = 8
 CHAINS = range(12)
 SLOTS = 256
 STOPPED_S = 15.0
-# What an operator gets, but for the pauses, which only make a test wait.
+# What an operator gets, but for the pauses, which only make a test wait; by each way for bytes.
 DEFAULT = TransferConfig(backoff_max_s=0.4, staging_bytes=4 << 20)
+CONFIGS = {
+    "host": replace(DEFAULT, ways=("host",)),
+    "ucx": replace(DEFAULT, ways=("ucx",)),
+    "streams": replace(DEFAULT, ways=()),
+}
+# Seconds away, replicas, and the way.
+KILLS = [
+    *((away_s, replicas, "host") for away_s in (0, 2, 15, 60) for replicas in (1, 2)),
+    *((2, replicas, way) for replicas in (1, 2) for way in ("ucx", "streams")),
+]
 
 
-def started() -> RingOfServers:
-    return RingOfServers(3, SLOTS * LAYOUT.block_bytes, ssd_bytes=64 << 20)
+def started(way: str = "host") -> RingOfServers:
+    flags = ("--transport", "ucx") if way == "ucx" else ()
+    return RingOfServers(3, SLOTS * LAYOUT.block_bytes, *flags, ssd_bytes=64 << 20)
 
 
 def store_all(pool: ClusterPool, replicas: int) -> None:
@@ -75,12 +87,15 @@ def all_loaded(pool: ClusterPool) -> bool:
     return all(load_checked(pool, number, BLOCKS) == BLOCKS for number in CHAINS)
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("away_s", [0, 2, 15, 60])
+@pytest.mark.parametrize(("away_s", "replicas", "way"), KILLS)
 def test_a_killed_server_comes_back_with_what_is_durable(
-    away_s: float, replicas: int, capsys: pytest.CaptureFixture[str]
+    away_s: float, replicas: int, way: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with started() as ring, ring.connect(LAYOUT) as patient, ring.connect(LAYOUT, DEFAULT) as pool:
+    with (
+        started(way) as ring,
+        ring.connect(LAYOUT) as patient,
+        ring.connect(LAYOUT, CONFIGS[way]) as pool,
+    ):
         store_all(patient, replicas)
         killed = holder(ring, patient)
         others = {node.name: node.pid for node in ring.nodes if node is not killed}
@@ -99,17 +114,23 @@ def test_a_killed_server_comes_back_with_what_is_durable(
         assert {node.name: node.pid for node in ring.nodes if node is not killed} == others
     with capsys.disabled():
         print(
-            f"\naway {away_s} s, {replicas} replicas: {readers.loads} loads, {readers.whole} whole;"
+            f"\naway {away_s} s, {replicas} replicas, {way}: {readers.loads} loads, {readers.whole} whole;"
             f" longest {before_s * 1e3:.0f} ms before\n after the kill {away_longest}"
             f"\n while it comes back {back_longest}"
         )
 
 
+@pytest.mark.parametrize("way", CONFIGS)
+@pytest.mark.parametrize("replicas", [1, 2])
 def test_a_stopped_server_wipes_nothing_and_gives_no_wrong_byte(
-    capsys: pytest.CaptureFixture[str],
+    replicas: int, way: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with started() as ring, ring.connect(LAYOUT) as patient, ring.connect(LAYOUT, DEFAULT) as pool:
-        store_all(patient, 1)
+    with (
+        started(way) as ring,
+        ring.connect(LAYOUT) as patient,
+        ring.connect(LAYOUT, CONFIGS[way]) as pool,
+    ):
+        store_all(patient, replicas)
         stopped = holder(ring, patient)
         pids = [node.pid for node in ring.nodes]
         with read_by(ring, pool, stopped) as readers:
@@ -123,7 +144,7 @@ def test_a_stopped_server_wipes_nothing_and_gives_no_wrong_byte(
         assert [node.pid for node in ring.nodes] == pids
     with capsys.disabled():
         print(
-            f"\nstopped for {STOPPED_S:.0f} s: {readers.loads} loads, {readers.whole} whole;"
+            f"\nstopped for {STOPPED_S:.0f} s, {replicas} replicas, {way}: {readers.loads} loads, {readers.whole} whole;"
             f" longest meanwhile {longest}"
         )
 

@@ -5,6 +5,7 @@ waits where nobody answers.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -177,6 +178,23 @@ def test_a_load_and_a_release_at_a_server_known_to_be_silent_do_not_ask_it(
     lease.close()
     asked = peers.calls(protocol.MATCH, protocol.RELEASE)
     assert not [call for call in asked if call.timeout_s < LIVES_S / 2], "its own thread alone asks"
+
+
+def test_who_read_from_the_next_replica_does_not_wait_until_it_takes_its_lease_back(
+    peers: SilentPeers, held: Payload
+) -> None:
+    patient = replace(CONFIG, read_timeout_s=LIVES_S)
+    with connect(list(peers.addresses.values()), LAYOUT, WAIT_S, config=patient) as pool:
+        assert isinstance(pool, ClusterPool)
+        until(lambda: pool.nodes() == peers.names, "all are connected")
+        first = max(peers.names)
+        peers.fail(protocol.READ, first)
+        peers.silence(protocol.RELEASE, nodes=[name for name in peers.names if name != first])
+        assert read(pool, held) == BLOCKS
+        until(
+            lambda: peers.kept(protocol.RELEASE) == 1, "the release is under way behind the reader"
+        )
+        peers.speak()
 
 
 def _silence(pool: ClusterPool, held: Payload) -> bool:
