@@ -311,6 +311,7 @@ class Metrics:
         self._counters: dict[str, Counter] = {}
         # With their labels, once they were counted: to find these takes longer than to count.
         self._counted: dict[tuple[str, tuple[tuple[str, str], ...]], Counter] = {}
+        self._observed: dict[tuple[str, tuple[tuple[str, str], ...]], Histogram] = {}
         self._gauges: dict[str, Gauge] = {}
         self._histograms: dict[str, Histogram] = {}
         for metric in metrics:
@@ -349,9 +350,12 @@ class Metrics:
 
     def observe(self, name: str, seconds: float, **labels: str) -> None:
         """Put one value into a histogram. Raises UsageError for an unknown name or label value."""
-        values = self._values(name, "histogram", labels)
-        histogram = self._histograms[name]
-        (histogram.labels(*values) if values else histogram).observe(seconds)
+        key = name, tuple(labels.items())
+        if (histogram := self._observed.get(key)) is None:
+            values = self._values(name, "histogram", labels)
+            histogram = self._histograms[name]
+            histogram = self._observed[key] = histogram.labels(*values) if values else histogram
+        histogram.observe(seconds)
 
     def emit(self, event: Event) -> None:
         """Count one event, if it is of a wing whose metrics are here."""

@@ -182,6 +182,8 @@ class HostEndpoint(PullEndpoint):
                         self._lose("it closed the connection")
                         return
                     self._take(payload, fds)
+                    if payload == _WAKE:  # one a record: who waits for it waits for no more packets
+                        self._deliver_records(1)
                 finally:
                     handshake.close_all(fds)
         except BlockingIOError:

@@ -38,8 +38,6 @@ from kvpool.transfer.base import Endpoint
 
 logger = logging.getLogger(__name__)
 
-# Over UCX a part costs more than through shared memory: beyond two of them gRPC is as fast.
-FAR_BYTES_MAX: Final = 1536
 # How often a connection that took part of a message is tried again.
 _RETRY_S: Final = 0.0005
 # What the server may take for a call that nobody waits for.

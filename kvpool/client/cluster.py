@@ -40,6 +40,8 @@ from kvpool.errors import (
     UnavailableError,
     UsageError,
 )
+from kvpool.index.directory import Store
+from kvpool.index.lookup import Piece
 from kvpool.memory import BlockView
 from kvpool.pool import hash_tokens
 
@@ -95,18 +97,26 @@ class ClusterPool(BlockPool):
         return ClusterMatch(chain, pieces[-1].end if pieces else 0, pieces, self, patience)
 
     def lease(self, match: Match, seconds: float) -> ClusterLease:
-        """Ask the holders, and others if one has less than was said. See ``BlockPool``."""
+        """Ask the holders, and others if one has less than was said. See ``BlockPool``.
+
+        A match that is not this pool's own says what the caller wants: the directory is asked first
+        who holds it, unless there is one server alone, which is asked for it at once.
+        """
         self._require_open()
         if not (math.isfinite(seconds) and seconds > 0):
             raise UsageError(f"a lease of {seconds} s: above 0, and not for ever")
+        sole: Store | None = None
         if isinstance(match, ClusterMatch):
             patience = match.patience if match.pool is self else self._patience()
             pieces, patience = match.pieces, patience.begin(Step.LEASE)
         else:
-            patience = self._patience()
+            patience, sole = self._patience(), self._nodes.sole()
             hashes = match.chain.hashes[: match.blocks * HASH_BYTES]
-            pieces = tuple(self._nodes.lookup(hashes, patience))
-        lease = ClusterLease(self, match, pieces, seconds, patience)
+            if sole is not None and match.blocks:
+                pieces = (Piece(0, match.blocks, (sole,)),)
+            else:
+                pieces = tuple(self._nodes.lookup(hashes, patience))
+        lease = ClusterLease(self, match, pieces, seconds, patience, guessed=sole is not None)
         try:
             while lease.blocks < match.blocks:
                 part = self._leaser.lease(lease, lease.blocks, match.blocks, set())

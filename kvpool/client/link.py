@@ -14,8 +14,7 @@ from typing import Final
 from kvpool.block import BlockLayout, Incarnation
 from kvpool.client import protocol
 from kvpool.client.access import OPEN, ClientAccess
-from kvpool.client.asking import FAR_BYTES_MAX, LinkCaller
-from kvpool.client.call_wire import CALL_BYTES_MAX
+from kvpool.client.asking import LinkCaller
 from kvpool.client.rpc import Stayed
 from kvpool.client.staging import Staging
 from kvpool.client.ways import Ways
@@ -28,7 +27,6 @@ from kvpool.errors import (
 )
 from kvpool.transfer.base import Endpoint
 from kvpool.transfer.choice import TransportKind
-from kvpool.transfer.host_endpoint import HostEndpoint
 
 logger = logging.getLogger(__name__)
 
@@ -157,8 +155,7 @@ def open_link(
         stay = protocol.StayRequest(client=client)
         stayed = caller.stay(protocol.STAY, stay) if endpoint is None else None
         if endpoint is not None:
-            most = CALL_BYTES_MAX if isinstance(endpoint, HostEndpoint) else FAR_BYTES_MAX
-            caller.use(endpoint, min(most, welcome.call_bytes_max))
+            caller.use(endpoint, welcome.call_bytes_max)
     except BaseException:
         if found.endpoint is not None:
             found.endpoint.close()

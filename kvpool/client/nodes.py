@@ -178,6 +178,13 @@ class Nodes:
             names = self._ring.owners(name, len(self._ring)) if len(self._ring) else ()
         return [node for node in (self.get(one) for one in names) if node is not None]
 
+    def sole(self) -> Store | None:
+        """Return the store of the only member: what anybody holds, it does. None: there are others."""
+        with self._changed:
+            nodes = self._ring.nodes
+            alone = len(nodes) == len(self._nodes) == 1 and nodes[0] in self._nodes
+        return Store(nodes[0], "pool", b"") if alone else None
+
     def lookup(self, hashes: bytes, patience: Patience) -> list[Piece]:
         """Ask who holds the leading blocks, for at most ``match_timeout_s``.
 

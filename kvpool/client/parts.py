@@ -47,6 +47,7 @@ class ClusterLease(Lease):
         pieces: Who else holds what of the chain.
         parts: What is leased from whom, in order, without a gap.
         patience: Of the read that it is for.
+        guessed: Whether ``pieces`` is what may be there: nobody has said that it is.
     """
 
     def __init__(
@@ -56,8 +57,11 @@ class ClusterLease(Lease):
         pieces: tuple[Piece, ...],
         seconds: float,
         patience: Patience,
+        *,
+        guessed: bool = False,
     ) -> None:
         self.pool = pool
+        self.guessed = guessed
         self.patience = patience
         self.chain = match.chain
         self.pieces = pieces
@@ -132,7 +136,7 @@ class Leaser:
                     raise ClosedError("the pool is closed: connect again") from error
                 tried.add(node.node)
                 continue
-            if got.blocks < stop - begin:
+            if got.blocks < stop - begin and not lease.guessed:
                 self._nodes.absent(node.node, lease.chain[begin + got.blocks])
             if got.blocks:
                 return Part(begin, begin + got.blocks, node, got)

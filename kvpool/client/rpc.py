@@ -90,8 +90,19 @@ def encode(message: msgspec.Struct | Message) -> bytes:
         raise InternalError(f"a {type(message).__name__} cannot be encoded: {error}") from error
 
 
+# What ``decoder`` has made, once for each kind of message.
+_decoders: Final[dict[type[Any], Callable[[bytes], Any]]] = {}
+
+
 def decoder(kind: type[Reply]) -> Callable[[bytes], Reply]:
     """Return what decodes messages of one kind; it raises UsageError for what is none."""
+    made = _decoders.get(kind)
+    if made is None:
+        made = _decoders[kind] = _new_decoder(kind)
+    return made
+
+
+def _new_decoder(kind: type[Reply]) -> Callable[[bytes], Reply]:
     decode: Callable[[bytes], Any]
     if issubclass(kind, Message):
         decode = kind.FromString

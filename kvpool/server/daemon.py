@@ -143,6 +143,8 @@ def _add_all(
             node.serve(each)
         else:
             each.add(protocol.MEMBERS, _nobody_else)
+    if node is not None:
+        node.serve_prompts(pool.calls)
 
 
 async def _run(

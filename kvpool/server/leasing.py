@@ -1,8 +1,8 @@
 """What a client reads: leases of blocks, and their bytes where it has no transport to pull them.
 
 Owns the checks of a lease, and nothing else: the pool owns leases, ``sessions`` who has which. Runs in
-the server's event loop; promotion and verification run beside it. Who calls it: clients, through the
-service.
+the server's event loop; promotion and verification run beside it. ``lease_now`` and ``release_now``
+run on any thread, for callers that are anybody. Who calls it: clients, through the service.
 """
 
 import asyncio
@@ -44,11 +44,28 @@ class Leasing:
             session.leases.add(lease)
         if self._served.holdings is not None and len(slots) * HASH_BYTES < len(request.hashes):
             self._served.holdings.missed(request.hashes[len(slots) * HASH_BYTES :])
-        return protocol.LeaseReply(
-            lease=lease,
-            slots=slots.indices.tolist(),
-            generations=slots.generations.tolist(),
-        )
+        return _granted(lease, slots)
+
+    def lease_now(self, request: protocol.LeaseRequest) -> protocol.LeaseReply | None:
+        """Grant what lies in the first tier, all of it; None: ``lease`` has to see to it.
+
+        From any thread, for a client with a connection.
+        """
+        session, pool = self._sessions.get(request.client), self._served.get()
+        tier = pool.tier.fast if isinstance(pool.tier, StackTier) else pool.tier
+        count = len(request.hashes) // HASH_BYTES
+        if session.endpoint is None or tier.match(request.hashes) < count:
+            return None
+        lease, slots = pool.leases.grant(session.client, request.hashes, request.seconds)
+        alive = self._sessions.is_alive(
+            session
+        )  # behind the grant: whoever ends it drops the lease
+        if not alive or len(slots) < count:
+            pool.leases.release(session.client, lease)
+            self._sessions.require_alive(session)
+            return None
+        pool.leases.count_missing(request.missing)
+        return _granted(lease, slots)
 
     async def report(self, request: protocol.ReportRequest) -> protocol.Done:
         """Look at a block that a reader says is damaged."""
@@ -69,6 +86,14 @@ class Leasing:
             self._sessions.end(session)
             return protocol.Done()
         session.leases.discard(LeaseId(request.lease))
+        self._served.get().leases.release(session.client, LeaseId(request.lease))
+        return protocol.Done()
+
+    def release_now(self, request: protocol.ReleaseRequest) -> protocol.Done | None:
+        """End one lease of a client with a connection; None: ``release`` has to. From any thread."""
+        session = self._sessions.get(request.client)
+        if request.lease == protocol.EVERY_LEASE or session.endpoint is None:
+            return None
         self._served.get().leases.release(session.client, LeaseId(request.lease))
         return protocol.Done()
 
@@ -146,6 +171,12 @@ class Leasing:
             pool.leases.release(session.client, lease)
             raise
         return lease, slots
+
+
+def _granted(lease: LeaseId, slots: Slots) -> protocol.LeaseReply:
+    return protocol.LeaseReply(
+        lease=lease, slots=slots.indices.tolist(), generations=slots.generations.tolist()
+    )
 
 
 def _pieces(view: BlockView, index: int, crcs: Crcs) -> list[protocol.Payload]:

@@ -23,6 +23,7 @@ from kvpool.index.directory import Kind, Store
 from kvpool.index.membership import Member, Members, Membership
 from kvpool.index.ring import Ring
 from kvpool.metrics import Metrics
+from kvpool.server.answering import Answering
 from kvpool.server.naming import Naming
 from kvpool.server.shard import STORE_NAME, Shard
 from kvpool.server.telling import Teller
@@ -85,6 +86,10 @@ class Node:
         """Add the directory's methods to what serves them."""
         service.add(protocol.MEMBERS, self._on_members)
         self._shard.serve(service)
+
+    def serve_prompts(self, answering: Answering) -> None:
+        """Add what can be answered at once, on the thread of a client's connection."""
+        self._shard.serve_prompts(answering)
 
     def join(self, address: str) -> None:
         """Become a member of the ring that answers at ``address``."""

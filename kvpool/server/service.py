@@ -98,6 +98,9 @@ class PoolService:
         self._sweeping: asyncio.Task[None] | None = None
         self._report_tiers = TierReport(metrics)
         self.serve(self.calls)
+        self._add_prompt(protocol.MATCH, self._match_now)
+        self._add_prompt(protocol.LEASE, self._leasing.lease_now)
+        self._add_prompt(protocol.RELEASE, self._leasing.release_now)
 
     def serve(self, service: Methods) -> None:
         """Add every method to what serves them."""
@@ -198,6 +201,30 @@ class PoolService:
 
         service.add(method, timed)
 
+    def _add_prompt(
+        self, method: Method[Any, Any], prompt: Callable[[Any], Message | None]
+    ) -> None:
+        name = method.name.lower()
+
+        def timed(request: object) -> Message | None:
+            began, outcome, reply = time.perf_counter(), "failed", None
+            try:
+                reply = prompt(request)
+                outcome = "ok"
+            except (UsageError, UnavailableError):
+                outcome = "refused"
+                raise
+            finally:
+                # Without a reply and an error the loop makes the call, and counts it.
+                if reply is not None or outcome != "ok":
+                    took_s = time.perf_counter() - began
+                    self._metrics.observe(
+                        "kvpool_server_request_seconds", took_s, method=name, outcome=outcome
+                    )
+            return reply
+
+        self.calls.add_prompt(method, timed)
+
     # ---- methods ---------------------------------------------------------------------------------
 
     async def _configure(self, request: protocol.ConfigureRequest) -> protocol.Welcome:
@@ -238,6 +265,12 @@ class PoolService:
         here = self._served.get().match_hashes(request.hashes)
         visible = self._served.tenancy.visible(request.hashes[: here * HASH_BYTES])
         return protocol.MatchReply(blocks=len(visible) // HASH_BYTES)
+
+    def _match_now(self, request: protocol.MatchRequest) -> protocol.MatchReply | None:
+        """Match on any thread, for a caller that is anybody. An empty one shows that the loop turns."""
+        if not request.hashes:
+            return None
+        return protocol.MatchReply(blocks=self._served.get().match_hashes(request.hashes))
 
     async def _stats(self, request: protocol.Done) -> protocol.StatsReply:
         pool = self._served.opened()

@@ -1,8 +1,9 @@
 """The clients of a server: which connection bears which name, and when it ends.
 
 Owns the map from a client's name (16 random bytes that it chose, sent as the first notification on
-its connection) to the connection. Everything here runs in the server's event loop; the transport's
-thread only posts to it. Who calls it: the service.
+its connection) to the connection. Everything here runs in the server's event loop, but for ``get`` and
+``is_alive``, which any thread may ask; the transport's thread hands on what greeted clients say, and
+posts the rest. Who calls it: the service.
 """
 
 import asyncio
@@ -28,8 +29,8 @@ logger = logging.getLogger(__name__)
 
 # Longest wait of a hello for the notification that was sent before it.
 _NAMING_TIMEOUT_S: Final = 2.0
-# Notifications of one connection that wait for the loop; a client has fewer parts of calls under way.
-_HEARD_MAX: Final = 4096
+# Notifications of a connection without a greeted name that wait for the loop; a name is one.
+_HEARD_MAX: Final = 64
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +45,11 @@ class Session:
     tenant: str = ""
     stays: bool = False  # without a connection: its ``Stay`` is under way, and ends with it
     caller: Tenant = field(default_factory=Tenant)  # whom it calls for, over its connection
+    # What was handed from the connection's thread to the loop, which that thread counts, and how much
+    # of it has ended, which the loop counts; and parts of calls, which are that thread's.
+    handed: int = 0
+    ended: int = 0
+    parts: Parts = field(default_factory=Parts)
 
 
 class Sessions:
@@ -52,7 +58,7 @@ class Sessions:
     Args:
         clients_max: Most clients; one more is refused.
         on_lost: Told of each greeted client whose connection ended, in the event loop.
-        on_call: Told what a connection says behind its name, in the event loop.
+        on_call: Told what a greeted client's connection says, on the transport's thread.
     """
 
     def __init__(
@@ -82,8 +88,12 @@ class Sessions:
         heard: deque[bytes] = deque()
 
         def hear(payload: bytes) -> None:
+            session = self._sessions.get(self._names.get(endpoint, b""))
+            if session is not None and session.greeted:
+                self._on_call(session, payload)
+                return
             if len(heard) >= _HEARD_MAX:
-                return  # a client that says more than it may: its calls end late
+                return  # it is no client yet, and says more than a name
             heard.append(payload)
             if len(heard) == 1:  # else the loop is yet to take what was before
                 self._post(self._take, endpoint, heard)
@@ -113,9 +123,23 @@ class Sessions:
         tenant = calling_tenant.get().name
         if session.greeted and session.tenant != tenant:
             raise StaleIncarnationError("this connection is not known here: connect again")
-        session.greeted, session.tenant = True, tenant
-        session.caller = calling_tenant.get()
+        session.tenant, session.caller = tenant, calling_tenant.get()
+        # Last: from now on the connection's thread makes calls as its caller.
+        session.greeted = True
         return session
+
+    def _require_room(self) -> None:
+        """Raise CapacityError if one more client is too many, of its tenant or of all."""
+        caller = calling_tenant.get()
+        if caller.clients_max is not None:
+            own = sum(session.greeted for session in self.of_tenant(caller.name))
+            if own >= caller.clients_max:
+                raise CapacityError(
+                    f"tenant {caller.name} has {own} clients connected here, all that it may: end one "
+                    "first, or have tenants.clients_max raised"
+                )
+        if len(self) >= self._clients_max:
+            raise CapacityError(f"{self._clients_max} clients are connected: end one first")
 
     def of_tenant(self, tenant: str) -> list[Session]:
         """Return the sessions of one tenant's clients."""
@@ -152,9 +176,13 @@ class Sessions:
         self._sessions[client] = session
         return session
 
+    def is_alive(self, session: Session) -> bool:
+        """Say whether a session has not ended. From any thread."""
+        return self._sessions.get(session.client) is session
+
     def require_alive(self, session: Session) -> None:
         """Raise StaleIncarnationError if a session has ended: nothing may be granted to it any more."""
-        if self._sessions.get(session.client) is not session:
+        if not self.is_alive(session):
             raise StaleIncarnationError("this connection has ended: connect again")
 
     async def stay(self, client: bytes) -> AsyncGenerator[None]:
@@ -195,14 +223,13 @@ class Sessions:
             logger.debug("the loop is closed: the server is at its end")
 
     def _take(self, endpoint: Endpoint, heard: deque[bytes]) -> None:
-        """Take what a connection said: first its name, then calls."""
+        """Take what a connection said first: its name."""
         while heard:
             payload = heard.popleft()
-            name = self._names.get(endpoint)
-            if name is None:
+            if endpoint not in self._names:
                 self._name(endpoint, payload)
             else:
-                self._on_call(self._sessions[name], payload)
+                logger.debug("a client that was not greeted may not call")
 
     def _name(self, endpoint: Endpoint, payload: bytes) -> None:
         """Give a connection its name: no name twice."""
@@ -224,5 +251,6 @@ class Sessions:
         if name is None:
             return
         session = self._sessions.pop(name)
-        if session.greeted:
+        greeted, session.greeted = session.greeted, False
+        if greeted:
             self._on_lost(session)

@@ -1,13 +1,15 @@
 """The shard of the directory that this server keeps, and the methods that concern it.
 
 Owns the names that nodes announced to this one, who of them is heard, and the ring by which names have
-owners. All of it is soft state. Everything here runs in the server's event loop. Who calls it: other
-nodes and readers, through ``kvpool.client.protocol``; the node, of what it holds itself.
+owners. All of it is soft state. Everything here runs in the server's event loop, but for short look-ups,
+which any thread may ask. Who calls it: other nodes and readers, through ``kvpool.client.protocol``; the
+node, of what it holds itself.
 """
 
 import asyncio
 import hashlib
 import logging
+import threading
 from collections.abc import AsyncGenerator
 from concurrent.futures import Executor
 from typing import Final
@@ -17,9 +19,10 @@ from kvpool.client import protocol
 from kvpool.client.rpc_service import Methods
 from kvpool.errors import CapacityError, StaleIncarnationError, UsageError
 from kvpool.index.announce import OWNERS, other_names
-from kvpool.index.directory import Change, Directory, Kind, Store
+from kvpool.index.directory import Change, Directory, Kind, Store, Stores
 from kvpool.index.ring import Ring
 from kvpool.metrics import Metrics
+from kvpool.server.answering import Answering
 from kvpool.server.tenant import calling_tenant
 
 logger = logging.getLogger(__name__)
@@ -30,6 +33,8 @@ STORE_NAME: Final = "pool"
 NAMES_MAX: Final = 2048
 # Names of one look-up: some 20 ms. A prompt is looked up by its runs, 64 blocks each.
 LOOKUP_NAMES_MAX: Final = 1 << 16
+# Names of a look-up that is answered on its connection's thread: some 0.1 ms.
+PROMPT_NAMES_MAX: Final = 256
 # A node that was silent for so many intervals is hidden until it is heard again.
 _SILENT_INTERVALS: Final = 5
 # How long the entries of a node that is gone are kept, in case it comes back.
@@ -42,6 +47,8 @@ _WATCH_MAX: Final = 1024
 
 class Shard:
     """Names, who holds them, and who said so.
+
+    ``_lock`` guards the directory against look-ups on other threads; only the loop changes it.
 
     Args:
         own: The store of this node.
@@ -62,9 +69,10 @@ class Shard:
         self._executor = executor
         self._metrics = metrics
         self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
         self._directory = Directory(names_max)
         self._directory.join(own)
-        self.ring = Ring([own.node])
+        self._take_ring(Ring([own.node]))
         self._lives: dict[NodeId, tuple[int, bytes]] = {}
         self._heard: dict[NodeId, float] = {}
         self._gone: dict[NodeId, float] = {}
@@ -78,9 +86,17 @@ class Shard:
         service.add(protocol.ANNOUNCE, self._on_announce)
         service.add(protocol.WATCH, self._on_watch)
 
+    def serve_prompts(self, answering: Answering) -> None:
+        """Add what can be answered at once."""
+        answering.add_prompt(protocol.LOOKUP, self.lookup_now)
+
     def digest(self) -> bytes:
         """Return what tells one ring from another."""
-        return hashlib.sha256("\n".join(self.ring.nodes).encode()).digest()[:8]
+        return self._digest
+
+    def _take_ring(self, ring: Ring) -> None:
+        self.ring = ring
+        self._digest = hashlib.sha256("\n".join(ring.nodes).encode()).digest()[:8]
 
     def heard(self, node: NodeId) -> bool:
         """Say whether a node is heard."""
@@ -88,12 +104,13 @@ class Shard:
 
     def turn(self, ring: Ring) -> None:
         """Use another ring; what others own now is kept for a while."""
-        self.ring = ring
+        self._take_ring(ring)
         self._moved_at = self._loop.time()
 
     def hide(self, node: NodeId) -> None:
         """Hide what a node holds that is no member any more; forget it if it does not come back."""
-        self._directory.leave(node)
+        with self._lock:
+            self._directory.leave(node)
         self._heard.pop(node, None)
         self._gone[node] = self._loop.time()
 
@@ -104,10 +121,11 @@ class Shard:
     def enter(self, store: Store, kind: Kind, names: bytes) -> None:
         """Take note of names that a store holds, or no longer."""
         try:
-            if kind == "stored":
-                self._directory.announce(store, names)
-            else:
-                self._directory.withdraw(store, names)
+            with self._lock:
+                if kind == "stored":
+                    self._directory.announce(store, names)
+                else:
+                    self._directory.withdraw(store, names)
         except CapacityError as error:
             logger.warning("%s", error)
             self._metrics.count("kvpool_server_refused_names_total", len(names) // HASH_BYTES)
@@ -122,11 +140,13 @@ class Shard:
         for node, at in list(self._heard.items()):
             if now - at > _SILENT_INTERVALS * self._interval_s:
                 logger.warning("node %s is silent: its blocks are hidden until it is heard", node)
-                self._directory.leave(node)
+                with self._lock:
+                    self._directory.leave(node)
                 del self._heard[node]
         for node, at in list(self._gone.items()):
             if now - at > _FORGET_S:
-                self._directory.forget(node)
+                with self._lock:
+                    self._directory.forget(node)
                 del self._gone[node]
         if self._moved_at and now - self._moved_at > MOVED_S and self._dropping is None:
             self._moved_at = 0.0
@@ -150,7 +170,8 @@ class Shard:
             for at in range(0, len(gone), step):
                 if self.ring is not ring:
                     return  # some may be owned here again
-                self._directory.drop(gone[at : at + step])
+                with self._lock:
+                    self._directory.drop(gone[at : at + step])
                 await asyncio.sleep(0)
         finally:
             self._dropping = None
@@ -162,16 +183,31 @@ class Shard:
             raise UsageError(
                 f"a look-up of {len(request.names)} bytes of names: ask for {LOOKUP_NAMES_MAX} at once"
             )
-        sets: dict[tuple[NodeId, ...], int] = {}
+        with self._lock:
+            return self._found(request.names)
+
+    def lookup_now(self, request: protocol.LookupRequest) -> protocol.LookupReply | None:
+        """Answer a look-up on any thread; None: names come or go now, so it waits for the loop."""
+        if len(request.names) > PROMPT_NAMES_MAX * HASH_BYTES or not self._lock.acquire(False):
+            return None
+        try:
+            return self._found(request.names)
+        finally:
+            self._lock.release()
+
+    def _found(self, names: bytes) -> protocol.LookupReply:
+        """Look names up. With the lock held."""
+        sets: dict[Stores, int] = {}
         holders: list[int] = []
-        for stores in self._directory.lookup(request.names):
-            nodes = tuple(store.node for store in stores)
-            holders.append(sets.setdefault(nodes, len(sets)))
-        return protocol.LookupReply(
-            holders=holders,
-            sets=[protocol.NodeSet(nodes=nodes) for nodes in sets],
-            ring=self.digest(),
-        )
+        last, number = None, 0
+        for stores in self._directory.lookup(names):
+            if (
+                stores is not last
+            ):  # neighbours have the same list, mostly: comparing it takes longer
+                last, number = stores, sets.setdefault(stores, len(sets))
+            holders.append(number)
+        nodes = [protocol.NodeSet(nodes=[store.node for store in stores]) for stores in sets]
+        return protocol.LookupReply(holders=holders, sets=nodes, ring=self._digest)
 
     async def _on_announce(self, request: protocol.AnnounceRequest) -> protocol.AnnounceReply:
         protocol.spoken_version(request.version)
@@ -188,11 +224,13 @@ class Shard:
         self._lives[node] = life
         reply = protocol.AnnounceReply(incarnation=self._own.identity)
         if request.leaving:
-            self._directory.leave(node)
+            with self._lock:
+                self._directory.leave(node)
             self._heard.pop(node, None)
             return reply
         store = Store(node, STORE_NAME, request.incarnation)
-        self._directory.join(store)
+        with self._lock:
+            self._directory.join(store)
         self._heard[node] = self._loop.time()
         removed = request.kind == protocol.REMOVED
         step = NAMES_MAX * HASH_BYTES

@@ -1,6 +1,7 @@
 """Calls over a connection at the server: who may call, as whom, and that each call has an end."""
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -8,11 +9,12 @@ import pytest
 
 from kvpool.client import protocol
 from kvpool.client.call_wire import CALLS_MAX, UNANSWERED, Answer, Call, Cancel, Parts, cut
+from kvpool.errors import CapacityError
 from kvpool.server.answering import Answering
 from kvpool.server.sessions import Session
 from kvpool.server.tenant import Tenant, calling_tenant
 from kvpool.transfer.base import Endpoint
-from kvpool.transfer.loopback import LoopbackNetwork, LoopbackTransport
+from kvpool.transfer.loopback import INBOX_MAX, LoopbackNetwork, LoopbackTransport
 
 PATIENCE_S = 20.0
 MATCH = protocol.MATCH.path
@@ -28,10 +30,20 @@ class Client:
         self._parts = Parts()
         self._answers: asyncio.Queue[Answer] = asyncio.Queue()
         self._answering = answering
+        self._standing = threading.Event()
+        self._standing.set()
         self.session = Session(bytes(16), owner, greeted=True, tenant="red", caller=RED)
         reader.on_notification(self._take)
 
+    def stand(self) -> None:
+        """Take no answers until ``go_on``."""
+        self._standing.clear()
+
+    def go_on(self) -> None:
+        self._standing.set()
+
     def _take(self, notification: bytes) -> None:
+        assert self._standing.wait(PATIENCE_S)
         message = self._parts.take(notification)
         assert isinstance(message, Answer)
         self._loop.call_soon_threadsafe(self._answers.put_nowait, message)
@@ -186,6 +198,120 @@ def test_a_client_has_so_many_calls_and_no_more() -> None:
 
     lasting = Lasting()
     play(lasting, scene)
+
+
+class Threads:
+    """A prompt that notes where it ran; ``ready`` says whether it can answer."""
+
+    def __init__(self) -> None:
+        self.ready = True
+        self.ran: list[int] = []
+
+    def __call__(self, request: object) -> protocol.MatchReply | None:
+        if not self.ready:
+            return None
+        self.ran.append(threading.get_ident())
+        return protocol.MatchReply(blocks=3)
+
+
+async def blocks(client: Client) -> int:
+    return protocol.MatchReply.FromString((await client.answer()).reply).blocks
+
+
+async def say_aside(client: Client, number: int) -> int:
+    """Have a thread say a call, as a transport's does; return which it was."""
+
+    def say() -> int:
+        client.call(number)
+        return threading.get_ident()
+
+    return await asyncio.to_thread(say)
+
+
+def test_a_call_that_waits_for_nothing_is_answered_where_it_came() -> None:
+    prompt = Threads()
+
+    async def scene(client: Client, answering: Answering) -> None:
+        answering.add_prompt(protocol.MATCH, prompt)
+        client.session.caller = Tenant()
+        thread = await say_aside(client, 7)
+        assert await blocks(client) == 3
+        assert prompt.ran == [thread] != [threading.get_ident()]
+        prompt.ready = False
+        await say_aside(client, 8)
+        assert await blocks(client) == 5  # the loop has made it
+
+    play(five, scene)
+
+
+@pytest.mark.parametrize(
+    "caller",
+    [RED, Tenant(lease_bytes_max=1), Tenant(store_bytes_max=1), Tenant(name="red")],
+)
+def test_a_call_of_a_tenant_is_made_in_the_loop(caller: Tenant) -> None:
+    prompt = Threads()
+
+    async def scene(client: Client, answering: Answering) -> None:
+        answering.add_prompt(protocol.MATCH, prompt)
+        client.session.caller = caller
+        await say_aside(client, 7)
+        assert await blocks(client) == 5
+        assert not prompt.ran
+
+    play(five, scene)
+
+
+def test_no_call_overtakes_one_that_the_loop_has() -> None:
+    prompt, lasting = Threads(), Lasting()
+
+    async def scene(client: Client, answering: Answering) -> None:
+        answering.add_prompt(protocol.MATCH, prompt)
+        client.session.caller = Tenant()
+        prompt.ready = False
+        await say_aside(client, UNANSWERED)
+        await asyncio.wait_for(lasting.begun.wait(), PATIENCE_S)
+        prompt.ready = True
+        await say_aside(client, 8)
+        assert not prompt.ran
+        answering.lose(client.session)
+
+    play(lasting, scene)
+
+
+def test_an_error_of_a_call_that_is_made_where_it_came_is_the_same() -> None:
+    def refuses(request: object) -> protocol.MatchReply:
+        raise CapacityError("no room")
+
+    def fails(request: object) -> protocol.MatchReply:
+        raise ZeroDivisionError
+
+    async def scene(client: Client, answering: Answering) -> None:
+        client.session.caller = Tenant()
+        for number, (prompt, error) in enumerate(
+            ((refuses, "CapacityError"), (fails, "InternalError")), 1
+        ):
+            answering.add_prompt(protocol.MATCH, prompt)
+            await say_aside(client, number)
+            assert (await client.answer()).error == error
+        await answering.stop(0)
+        await say_aside(client, 9)
+        assert (await client.answer()).error == "PeerUnreachableError"
+
+    play(five, scene)
+
+
+def test_answers_that_find_no_room_come_later() -> None:
+    async def scene(client: Client, answering: Answering) -> None:
+        answering.add_prompt(protocol.MATCH, Threads())
+        client.session.caller = Tenant()
+        client.stand()
+        for number in range(1, INBOX_MAX + 20):
+            await say_aside(client, number)
+        client.go_on()
+        numbers = [(await client.answer()).number for _ in range(1, INBOX_MAX + 20)]
+        assert sorted(numbers) == list(range(1, INBOX_MAX + 20))
+
+    play(five, scene)
 
 
 def test_calls_begin_in_their_order() -> None:
