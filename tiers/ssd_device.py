@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 Results = NDArray[np.uint8]  # one of lib.KVP_SLOT_* for each slot
 
-# Slots of one durable write: what one intent names, with room for those that are late.
-WRITE_SLOTS_MAX: Final = lib.KVP_SSD_INTENT_SLOTS - 256
+# Slots of one durable write: what one intent names, with room for those that are late, or bad.
+WRITE_SLOTS_MAX: Final = lib.KVP_SSD_INTENT_SLOTS - 256 - 32
 INTENT_BYTES: Final = 2 * lib.KVP_SSD_INTENT_BYTES
 
 

@@ -41,6 +41,9 @@ logger = logging.getLogger(__name__)
 
 # Headers that one erasure has at most.
 ERASE_SLOTS_MAX: Final = 1000
+# Slots out of use because the disk does not take a header there. One bad place costs its slots; if it
+# is more, the disk fails as a whole, and says so to who writes.
+BAD_SLOTS_MAX: Final = 32
 # Slots that an intent names ahead of writes: three writes of 2 MiB blocks. Each is read after a
 # crash; to list many more for smaller blocks costs what their intents do (decision 0008).
 AHEAD_SLOTS: Final = 96
@@ -118,6 +121,7 @@ class SsdWriter:
         self._lock = threading.Lock()
         self._dirty: set[int] = set()
         self._late: dict[SlotIndex, Slot] = {}
+        self._bad: dict[SlotIndex, Slot] = {}
         self._ended = False  # in a turn
 
     @contextmanager
@@ -141,9 +145,9 @@ class SsdWriter:
     def _tidy(self, device: SsdDevice, deadline: Deadline) -> None:
         """Erase headers that may be half written: before any intent that may not name their slots."""
         with self._lock:
-            dirty = np.array(sorted(self._dirty), dtype=np.uint32)
+            dirty = np.array(sorted(self._dirty | self._bad.keys()), dtype=np.uint32)
         for begin in range(0, len(dirty), ERASE_SLOTS_MAX):
-            self._erase(device, dirty[begin : begin + ERASE_SLOTS_MAX], deadline)
+            self._erase(device, dirty[begin : begin + ERASE_SLOTS_MAX], deadline, bans=True)
 
     def end(self) -> None:
         """Have every turn behind this one refused. In a turn: what it leaves is what stays."""
@@ -227,7 +231,7 @@ class SsdWriter:
             if not fresh.any():
                 return new
             run, wanted = _take(slots, fresh), blocks.only(fresh)
-            self._tidy(device, deadline)  # after an earlier part of the same write
+            self._tidy(device, deadline)  # before anything is written in their place
             results = unbegun(len(run))
             try:
                 outcome = device.write(
@@ -266,16 +270,16 @@ class SsdWriter:
     def in_order(self) -> bool:
         """Say whether the disk holds just what the ledger does. In a turn."""
         with self._lock:
-            unsettled = len(self._dirty) + len(self._late)
+            unsettled = len(self._dirty) + len(self._late) + len(self._bad)
         return unsettled == 0 and self._ledger.counts().stale == 0
 
     def _also(self, device: SsdDevice, run: Slots) -> SlotNumbers:
         """Return what an intent has to name besides the slots of a write.
 
-        That is what the kernel may still write; and if there has to be a new intent, the slots that
+        That is what the kernel may still write, and where nothing could be erased; and if there has to be a new intent, the slots that
         the next writes are likely to take, which then need none.
         """
-        late = np.array(sorted(self._late), dtype=np.uint32)
+        late = np.array(sorted(self._late.keys() | self._bad.keys()), dtype=np.uint32)
         named = np.concatenate([run.indices, late])
         if device.named(named):
             return late
@@ -284,19 +288,49 @@ class SsdWriter:
 
     def _write_some(self, device: SsdDevice, blocks: "Incoming", deadline: Deadline) -> int:
         """Write the leading blocks that there is room for; how many are new."""
+        self._tidy(device, deadline)  # after an earlier part of the same write
         slots = self.reserve(len(blocks))
         if not len(slots):
+            if self._bad:
+                raise UnavailableError(
+                    f"{len(self._bad)} slots cannot be written, and no other is free: look at the disk",
+                    tier="ssd",
+                )
             return 0
         return int(self.put(device, slots, blocks.take(0, len(slots)), deadline).sum())
 
-    def _erase(self, device: SsdDevice, slots: SlotNumbers, deadline: Deadline) -> None:
+    def _erase(
+        self, device: SsdDevice, slots: SlotNumbers, deadline: Deadline, *, bans: bool = False
+    ) -> None:
         outcome = device.erase(slots, deadline.remaining_s())
         if not outcome.durable:
-            raise self._error(outcome, "erasing")
+            failed = outcome.are(lib.KVP_SLOT_FAILED)
+            if not (bans and failed.any() and self._ban(slots[failed])):
+                raise self._error(outcome, "erasing")
+            if not failed.all():
+                self._erase(device, slots[~failed], deadline)
+            return
         self._index.remove(slots)
         self._ledger.mark(slots, stale=False)
         with self._lock:
             self._dirty.difference_update(slots.tolist())
+            for number in self._bad.keys() & set(slots.tolist()):
+                self._ledger.settle(self._bad.pop(number))
+
+    def _ban(self, slots: SlotNumbers) -> bool:
+        """Take slots out of use that cannot be erased; False if they are too many, or taken."""
+        with self._lock:
+            for number in slots.tolist():
+                if number in self._bad:
+                    continue
+                taken = self._ledger.vacate(number, 1) if len(self._bad) < BAD_SLOTS_MAX else None
+                if taken is None:
+                    return False
+                self._bad[number] = slot = taken[0][0]
+                self._ledger.grant(slot)
+                self._ledger.release(slot)
+                self._dirty.discard(number)
+        return True
 
     def _note_failures(self, slots: Slots, outcome: Outcome) -> None:
         """Keep slots that the kernel may still write, and those that may hold anything."""

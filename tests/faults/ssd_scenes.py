@@ -29,7 +29,9 @@ from kvpool.errors import (
 from kvpool.pool import Pool
 from kvpool.testing.blocks import SMALL_LAYOUT, Payload, key, namespace, payload, view_of
 from kvpool.tiers.ssd import SsdTier
-from kvpool.tiers.ssd_format import slot_bytes
+from kvpool.tiers.ssd_device import intent_slots
+from kvpool.tiers.ssd_files import read_superblock
+from kvpool.tiers.ssd_format import INTENT_FILE, slot_bytes
 
 SLOTS, THREADS = 16, 3
 READS, WRITES, SYNCS = range(3)
@@ -143,6 +145,50 @@ def writes_that_fail(folder: Path) -> None:
     with open_tier(folder) as tier:
         assert tier.recovery.source == "index"
         assert [read(tier, first, count) for first, count in ((10, 3), (300, 3))] == [3, 3]
+
+
+def a_bad_place(folder: Path) -> None:
+    """One slot that the disk does not take costs one slot, also over a crash, for as long as it lasts."""
+
+    def opened() -> SsdTier:  # with a file for each slot
+        return SsdTier(
+            folder, SMALL_LAYOUT, SLOTS, threads=THREADS, timeout_s=PATIENCE_S, segment_bytes=1
+        )
+
+    def go_on(tier: SsdTier, begin: int) -> None:
+        for first in range(begin, begin + 50, 5):
+            assert write(tier, first, 5) == 5
+            assert read(tier, first, 5) == 5
+        assert tier.stats().corruptions == 0
+
+    fault(WRITES, errno.EIO, files="segment-0003")
+    tier = opened()
+    name_nothing_ahead(tier)
+    assert write(tier, 0, 8) == 8
+    go_on(tier, 100)
+    # Whoever opens it after a crash looks at what lies there.
+    store_id = read_superblock(folder).store_id
+    assert 3 in intent_slots((folder / INTENT_FILE).read_bytes(), store_id)
+    assert (tier.stats().quarantined, tier.stats().ready) == (1, SLOTS - 1)
+    leave(tier)
+    del tier
+    wait_for(lambda: gc.collect() >= 0 and not locked(folder))
+    with opened() as tier:
+        assert tier.recovery.source == "headers"
+        assert read(tier, 145, 5) == 5
+        go_on(tier, 200)
+        assert tier.stats().quarantined == 1
+        fault(WRITES, 0)
+        go_on(tier, 300)
+        assert (tier.stats().quarantined, tier.stats().ready) == (0, SLOTS)
+    with opened() as tier:
+        assert tier.recovery.source == "index"
+        fault(WRITES, errno.EIO)  # everything is bad
+        for first in range(400, 500, 5):
+            raised(UnavailableError, partial(write, tier, first, 5))
+        fault(WRITES, 0)
+        go_on(tier, 500)
+        assert tier.stats().quarantined == 0
 
 
 def syncs_that_fail(folder: Path) -> None:
@@ -371,6 +417,7 @@ def a_folder_that_is_removed(folder: Path) -> None:
 SCENES = (
     reads_that_fail,
     writes_that_fail,
+    a_bad_place,
     syncs_that_fail,
     a_failed_write_before_a_crash,
     transfers_that_are_cut,
