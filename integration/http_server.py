@@ -37,6 +37,7 @@ class HttpServer:
     def __init__(self, app: FastAPI, listener: Any, limits: HttpLimits) -> None:
         class Limited(_LimitedProtocol):
             http_limits = limits
+            asking: dict[_LimitedProtocol, None] = {}  # noqa: RUF012 (of this server's connections)
 
         config = uvicorn.Config(
             app,
@@ -75,21 +76,27 @@ class _Server(uvicorn.Server):
 
 
 class _LimitedProtocol(H11Protocol):
-    """One connection, closed if there are too many, or if it takes too long to ask something.
+    """One connection, closed if it takes too long to ask something.
 
-    uvicorn bounds how long a connection idles between two requests, and nothing before that.
+    If there are too many, the one that has taken longest goes, so that whoever asks at once is
+    answered. uvicorn bounds how long a connection idles between two requests, and nothing before that.
     """
 
     http_limits: HttpLimits
+    asking: dict["_LimitedProtocol", None]  # those that have not asked yet, the oldest first
     _impatience: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take a connection, or close it."""
         super().connection_made(transport)
         if len(self.connections) > self.http_limits.connections:
-            transport.abort()
-        else:
-            self._wait_for_head()
+            oldest = next(iter(self.asking), None)
+            if oldest is None:
+                transport.abort()
+                return
+            del self.asking[oldest]
+            oldest.transport.abort()
+        self._wait_for_head()
 
     def data_received(self, data: bytes) -> None:
         """Take bytes; the time for a head begins anew with the first byte after an answer."""
@@ -101,10 +108,12 @@ class _LimitedProtocol(H11Protocol):
         elif self._impatience is not None:
             self._impatience.cancel()
             self._impatience = None
+            self.asking.pop(self, None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Forget the connection."""
         super().connection_lost(exc)
+        self.asking.pop(self, None)
         if self._impatience is not None:
             self._impatience.cancel()
 
@@ -112,3 +121,4 @@ class _LimitedProtocol(H11Protocol):
         if self._impatience is None and not self.transport.is_closing():
             limit_s = self.http_limits.head_timeout_s
             self._impatience = self.loop.call_later(limit_s, self.transport.abort)
+            self.asking[self] = None

@@ -248,15 +248,27 @@ async def end_silent(
         supervisor: Starts them again.
         start_timeout_s: Longest time from the start of a process to its first answer.
     """
+    said = False
     while True:
         await asyncio.sleep(_SILENCE_CHECK_S)
-        for heart in hearts:
-            # Not what its predecessor did: that one may have been silent until it was killed.
-            age_s = time.monotonic() - supervisor.children[heart.name].began
-            if min(age_s, _since_s(heart.silent_since)) > SILENT_KILL_S:
-                supervisor.kill(heart.name, f"no answer for {SILENT_KILL_S:.0f} s")
-            elif min(age_s, _since_s(heart.down_since)) > start_timeout_s:
-                supervisor.kill(heart.name, f"not up within {start_timeout_s:.0f} s")
+        try:
+            _end_silent_now(hearts, supervisor, start_timeout_s)
+        except Exception:
+            if not said:  # it would be said twice a second
+                logger.exception("processes that stay silent are not ended: please report this")
+            said = True
+
+
+def _end_silent_now(
+    hearts: Sequence[Heartbeat], supervisor: Supervisor, start_timeout_s: float
+) -> None:
+    for heart in hearts:
+        # Not what its predecessor did: that one may have been silent until it was killed.
+        age_s = time.monotonic() - supervisor.children[heart.name].began
+        if min(age_s, _since_s(heart.silent_since)) > SILENT_KILL_S:
+            supervisor.kill(heart.name, f"no answer for {SILENT_KILL_S:.0f} s")
+        elif min(age_s, _since_s(heart.down_since)) > start_timeout_s:
+            supervisor.kill(heart.name, f"not up within {start_timeout_s:.0f} s")
 
 
 def _since_s(at: float | None) -> float:

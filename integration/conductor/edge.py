@@ -39,7 +39,8 @@ class HttpLimits:
         bodies: Bodies that are read at a time; more are refused at once.
         further_choices: Choices at work at a time that are not the first of their request; others
             wait. With ``requests`` they fit into the queues of the workers.
-        connections: Open ones; what comes then is closed at once.
+        connections: Open ones; if one more comes, the one that has asked nothing for longest is
+            closed, or else the one that came.
         head_timeout_s: Longest wait for the whole head of a request.
     """
 

@@ -16,6 +16,7 @@ from typing import Final
 from kvpool.client.rpc import AsyncCaller
 from kvpool.errors import (
     ClosedError,
+    InternalError,
     KVPoolError,
     PeerUnreachableError,
     TransferTimeoutError,
@@ -54,6 +55,7 @@ class Heartbeat:
         self.silent_since: float | None = None
         self._ask = ask
         self._waits: set[asyncio.Timeout] = set()
+        self._strange = ""  # the last error that nobody foresaw
 
     async def refresh(self) -> bool:
         """Send one heartbeat. Returns whether it was answered in time."""
@@ -86,9 +88,15 @@ class Heartbeat:
             logger.debug("%s: %s", self.name, error)
 
     async def watch(self) -> None:
-        """Send heartbeats until cancelled."""
+        """Send heartbeats until cancelled, whatever becomes of one."""
         while True:
-            await self.refresh()
+            try:
+                await self.refresh()
+            except Exception as error:
+                if repr(error) != self._strange:  # else it would be said twice a second
+                    logger.exception("a heartbeat of %s failed: please report this", self.name)
+                self._strange = repr(error)
+                self._down(InternalError(f"a heartbeat failed: {error}"))
             await asyncio.sleep(HEARTBEAT_PERIOD_S)
 
     async def wait_alive(self, timeout_s: float) -> None:

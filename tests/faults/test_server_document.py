@@ -74,15 +74,19 @@ class Hosts:
         arguments = shlex.split(said, comments=True)
         assert arguments.pop(0) == "kvpool"
         at = arguments.index("--run-dir")
-        elsewhere = re.search(r"`(--server .*?)` in place of `--run-dir`", DOCUMENT)
-        assert elsewhere is not None
-        flags = shlex.split(elsewhere[1])
-        flags[flags.index("--server") + 1] = self.addresses["a"]
-        for flag in ("--ca-file", "--token-file"):
-            index = flags.index(flag) + 1
-            flags[index] = str(self.folder / flags[index])
-        flags += ["--certificate-file", str(self.red.certificate)]
-        flags += ["--key-file", str(self.red.key)]
+        said = " ".join(
+            re.findall(r"`(--(?:server|ca-file|certificate-file) .*?)` (?:in|where)", DOCUMENT)
+        )
+        flags = shlex.split(said)
+        own = {
+            "--server": self.addresses["a"],
+            "--ca-file": str(self.authority.ca),
+            "--token-file": str(self.folder / "server.token"),
+            "--certificate-file": str(self.red.certificate),
+            "--key-file": str(self.red.key),
+        }
+        assert flags[::2] == list(own), "the document says what is needed"
+        flags[1::2] = own.values()
         arguments[at : at + 2] = flags
         ran = subprocess.run(
             [sys.executable, "-m", "kvpool.cli.main", *arguments],
@@ -127,6 +131,21 @@ def test_its_two_hosts_are_one_pool(hosts: Hosts) -> None:
             continue
         shown = hosts.command(said.replace("HEX", first))
         assert "a" in shown and "b" in shown, said
+
+
+def test_its_client_is_of_both(hosts: Hosts) -> None:
+    [text] = blocks("python")
+    text = text.replace("10.0.0.1:7420", hosts.addresses["a"])
+    text = text.replace("10.0.0.2:7420", hosts.addresses["b"])
+    text = text.replace('files / "ca.pem"', f'files / "{hosts.authority.ca}"')
+    text = text.replace('files / "red.pem"', f'files / "{hosts.red.certificate}"')
+    text = text.replace('files / "red.key"', f'files / "{hosts.red.key}"')
+    text = text.replace("/etc/kvpool", str(hosts.folder))
+    ran = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, timeout=WAIT_S, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert "'nodes': 2" in ran.stdout
 
 
 def test_it_lets_nobody_else_in(hosts: Hosts) -> None:

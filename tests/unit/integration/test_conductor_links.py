@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from kvpool.errors import KVPoolError, PeerUnreachableError, TransferTimeoutError
+from kvpool.errors import PeerUnreachableError, TransferTimeoutError
+from kvpool.integration.conductor import links
 from kvpool.integration.conductor.links import Heartbeat, Load, WorkerLink, least_loaded
 
 WAIT_S = 30.0
@@ -16,7 +17,7 @@ class Process:
     """Answers heartbeats as told."""
 
     def __init__(self) -> None:
-        self.error: KVPoolError | None = None
+        self.error: Exception | None = None
         self.heart = Heartbeat("x", self.ask)
 
     async def ask(self, timeout_s: float) -> None:
@@ -110,6 +111,24 @@ def test_only_who_is_gone_is_down_at_a_suspicion() -> None:
         assert not heart.alive
 
     play(story)
+
+
+def test_an_error_that_nobody_foresaw_is_no_sign_of_life_and_ends_no_watch(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(links, "HEARTBEAT_PERIOD_S", 0.001)
+
+    async def story(process: Process) -> None:
+        watch = asyncio.create_task(process.heart.watch())
+        for error in (None, ZeroDivisionError("x"), None, ZeroDivisionError("y")):
+            process.error = error
+            while process.heart.alive is not (error is None):
+                await asyncio.sleep(0.001)
+        assert not watch.done()
+        watch.cancel()
+
+    play(story)
+    assert sum("a heartbeat of x failed" in one.getMessage() for one in caplog.records) == 2
 
 
 def test_an_error_of_the_work_itself_names_the_process() -> None:

@@ -88,6 +88,21 @@ def test_the_head_of_a_second_request_has_its_time_too() -> None:
     run(story())
 
 
+def test_who_asks_at_once_is_answered_whatever_others_keep_open() -> None:
+    async def story() -> None:
+        async with served() as port:
+            idle = [await asyncio.open_connection("127.0.0.1", port) for _ in range(CONNECTIONS)]
+            for _, writer in idle[1:]:
+                writer.write(b"GET / HT")
+            asked = GET.replace(b"\r\n\r\n", b"\r\nconnection: close\r\n\r\n")
+            assert b"200 OK" in await answer(port, asked)
+            assert await idle[0][0].read() == b"", "the oldest went"
+            for _, writer in idle:
+                writer.close()
+
+    run(story())
+
+
 def test_one_connection_too_many_is_closed_at_once() -> None:
     async def story() -> None:
         async with served() as port:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvpool.errors import UnavailableError, UsageError
+from kvpool.integration import serve
 from kvpool.integration.conductor.links import Heartbeat
 from kvpool.integration.serve import SILENT_KILL_S, end_silent
 from kvpool.integration.supervisor import Supervisor
@@ -149,6 +150,35 @@ def test_who_is_silent_or_does_not_come_up_is_killed_and_started_again(
             assert pid(supervisor, "a") == first
 
     play({"a": python(SLEEPS), "b": python(SLEEPS)}, story)
+
+
+def test_an_error_that_nobody_foresaw_does_not_end_the_look_for_silent_ones(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(serve, "_SILENCE_CHECK_S", 0.001)
+
+    class Strange(Silent):
+        looks = 0
+
+        @property
+        def name(self) -> str:  # type: ignore[override]
+            self.looks += 1
+            return "nobody" if self.looks < 5 else "a"  # a KeyError, four times
+
+        @name.setter
+        def name(self, _: str) -> None:
+            pass
+
+    async def story(supervisor: Supervisor) -> None:
+        hearts = [Strange("a", silent_s=1000.0, down_s=1000.0)]
+        supervisor.children["a"].began = -1000.0
+        ending = asyncio.create_task(end_silent(hearts, supervisor, start_timeout_s=100.0))
+        while not supervisor.children["a"].restarts:
+            await asyncio.sleep(0.001)
+        ending.cancel()
+
+    play({"a": python(SLEEPS)}, story)
+    assert sum("stay silent are not ended" in one.getMessage() for one in caplog.records) == 1
 
 
 def test_a_killed_child_is_started_again() -> None:
