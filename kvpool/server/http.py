@@ -185,7 +185,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class _Request(io.RawIOBase):
-    """What a connection sends: until a time, and up to a size; then it has sent all."""
+    """What a connection sends: until a time, and up to a size."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -196,13 +196,13 @@ class _Request(io.RawIOBase):
         return True
 
     def readinto(self, room: "WriteableBuffer", /) -> int:
-        """Wait for bytes. Raises TimeoutError: the time is over."""
+        """Wait for bytes. Raises OSError: the time is over, or it is too much."""
         left_s = self._until - time.monotonic()
         if left_s <= 0:
             raise TimeoutError
         view = memoryview(room).cast("B")[: self._left]
         if not view:
-            return 0
+            raise OSError(f"a request of more than {REQUEST_BYTES_MAX} bytes")
         self._connection.settimeout(left_s)
         count = self._connection.recv_into(view)
         self._left -= count

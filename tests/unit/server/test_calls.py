@@ -1,6 +1,7 @@
 """Calls at once: none is held by who may not call, or sends no message, and each tenant has a share."""
 
 import asyncio
+import socket
 from collections.abc import Awaitable, Callable
 
 import grpc.aio
@@ -141,6 +142,25 @@ def test_a_connection_has_so_many_calls() -> None:
         with Http2(scene.port, WAIT_S) as peer:
             streams = await asyncio.to_thread(peer.setting, MAX_CONCURRENT_STREAMS)
         assert streams == 1024
+
+    play(story)
+
+
+def test_a_connection_that_says_nothing_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    sooner = [
+        (name, 200 if name == "grpc.server_handshake_timeout_ms" else value)
+        for name, value in rpc_service._OPTIONS
+    ]
+    monkeypatch.setattr(rpc_service, "_OPTIONS", sooner)
+
+    async def story(scene: Scene) -> None:
+        with socket.create_connection(("127.0.0.1", scene.port), WAIT_S) as silent:
+
+            def hear() -> None:
+                while silent.recv(4096):  # its settings come first
+                    pass
+
+            await asyncio.to_thread(hear)
 
     play(story)
 
