@@ -10,6 +10,7 @@ import numpy as np
 
 from kvpool.arena import Slots
 from kvpool.block import HASH_BYTES, BlockHash
+from kvpool.completion import Deadline
 from kvpool.errors import CorruptionError, UnavailableError
 from kvpool.memory import BlockView, Span, copy_blocks
 from kvpool.tiers.flusher import SlowStore
@@ -60,7 +61,10 @@ def verify_blocks(tier: SlotTier) -> Verified:
 
 
 def verify_device(tier: SlowStore) -> Verified:
-    """Read every block that is on a device now, as ``verify_blocks`` does in memory."""
+    """Read every block that is on a device now, as ``verify_blocks`` does in memory.
+
+    A device that hangs is given up after one read: what was not read by then is ``unread``.
+    """
     count = max(1, _READ_BYTES // tier.layout.block_bytes)
     room = np.empty(count * tier.layout.block_bytes, dtype=np.uint8)
     scratch = BlockView.of_buffer(tier.layout, Span.of(room))
@@ -68,8 +72,9 @@ def verify_device(tier: SlowStore) -> Verified:
     keys, _ = tier.blocks()
     while at < len(keys):
         slots = tier.hold(keys[at : at + count * HASH_BYTES])
+        deadline = Deadline(_READ_TIMEOUT_S)
         try:
-            good = _read(tier, slots, scratch)
+            good = _read(tier, slots, scratch, deadline)
             held = keys[at : at + len(slots) * HASH_BYTES]
             at += good * HASH_BYTES
             # What was damaged has left, wherever it stands; the others behind the first are read again.
@@ -81,17 +86,21 @@ def verify_device(tier: SlowStore) -> Verified:
             unread += stuck
         finally:
             tier.unpin(slots)
+        if stuck and deadline.passed():  # it hangs: nobody waits for that once for each block
+            left = (len(keys) - at) // HASH_BYTES - 1
+            return Verified(checked + left, bad, unread + left)
         if good < count:  # on behind the first that did not come, or that had left
             at += HASH_BYTES
     return Verified(checked, bad, unread)
 
 
-def _read(tier: SlowStore, slots: Slots, scratch: BlockView) -> int:
+def _read(tier: SlowStore, slots: Slots, scratch: BlockView, deadline: Deadline) -> int:
     """Return how many leading blocks came whole."""
     if not slots:
         return 0
     try:
-        return tier.read(slots, scratch.take(0, len(slots)), deadline_s=_READ_TIMEOUT_S)[0]
+        dest = scratch.take(0, len(slots))
+        return tier.read(slots, dest, deadline_s=deadline.remaining_s())[0]
     except UnavailableError:
         return 0
 

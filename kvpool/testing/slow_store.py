@@ -29,6 +29,7 @@ class FaultyStore(SlowStore):
         write_blocks_max: Blocks that one write takes at most.
         writes, reads: Calls that reached the inner store.
         waiting: How many calls hang at the gate.
+        gated: How many calls ever came there.
     """
 
     def __init__(self, inner: SlowStore) -> None:
@@ -38,7 +39,7 @@ class FaultyStore(SlowStore):
         self.open_gate.set()
         self.failing = threading.Event()
         self.write_blocks_max = 1 << 20
-        self.writes = self.reads = self.waiting = 0
+        self.writes = self.reads = self.waiting = self.gated = 0
         self._inner = inner
         self._lock = threading.Lock()
 
@@ -119,6 +120,7 @@ class FaultyStore(SlowStore):
     def _pass(self, deadline_s: float) -> bool:
         """Wait at the gate; False if the deadline came first."""
         with self._lock:
+            self.gated += 1
             self.waiting += 1
         try:
             passed = self.open_gate.wait(deadline_s)

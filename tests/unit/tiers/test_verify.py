@@ -42,7 +42,9 @@ def test_every_block_of_a_device_is_read_and_what_is_bad_goes(
         assert (stats.ready, stats.pins, stats.corruptions) == (BLOCKS - 4, 0, 4)
 
 
-def test_blocks_that_a_device_does_not_give_are_unread_and_stay(tmp_path: Path) -> None:
+def test_blocks_that_a_device_does_not_give_are_unread_and_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     inner = SsdTier(tmp_path, SMALL_LAYOUT, BLOCKS, threads=2, timeout_s=60)
     store = FaultyStore(inner)
     source = view_of(SMALL_LAYOUT, payload(SMALL_LAYOUT, 3, seed=1))
@@ -50,6 +52,14 @@ def test_blocks_that_a_device_does_not_give_are_unread_and_stay(tmp_path: Path) 
     store.failing.set()
     assert verify_device(store) == Verified(3, 0, 3)
     store.failing.clear()
+    store.open_gate.clear()  # it hangs
+    monkeypatch.setattr(verify, "_READ_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(verify, "_READ_BYTES", SMALL_LAYOUT.block_bytes)
+    before = store.gated
+    assert verify_device(store) == Verified(3, 0, 3)
+    assert store.gated == before + 1  # once, not for each block
+    store.open_gate.set()
+    monkeypatch.setattr(verify, "_READ_TIMEOUT_S", 60.0)
     assert verify_device(store) == Verified(3, 0, 0)
     assert inner.stats().pins == 0
     store.close()
