@@ -28,7 +28,7 @@ from kvpool.server.node import Node
 from kvpool.server.run_dir import RunDir
 from kvpool.server.service import PoolService
 from kvpool.server.tenancy import Tenancy
-from kvpool.server.upkeep import Tasks, Upkeep
+from kvpool.server.upkeep import Upkeep
 from kvpool.transfer.base import Transport
 from kvpool.transfer.choice import TransportKind, listen_address, open_transport
 
@@ -123,10 +123,7 @@ async def serve(
         health.not_ready = ""
         await probes.ready()
         print(f"kvpool-server ready in {run_dir.path}", flush=True)
-        tasks = {**pool.upkeep(), **(node.upkeep() if node is not None else {})}
-        upkeep = Upkeep(metrics, health, SystemClock())
-        wait_s = config.lease_check_s if node is None else config.announce_interval_s
-        await _run(upkeep, tasks, health, stopping, min(wait_s, config.lease_check_s))
+        await _run(config, pool, node, Upkeep(metrics, health, SystemClock()), stopping)
         health.not_ready = "it is stopping"
         await probes.stopping()
 
@@ -148,13 +145,18 @@ def _add_all(
 
 
 async def _run(
-    upkeep: Upkeep, tasks: Tasks, health: Health, stopping: asyncio.Event, wait_s: float
+    config: ServerConfig,
+    pool: PoolService,
+    node: Node | None,
+    upkeep: Upkeep,
+    stopping: asyncio.Event,
 ) -> None:
+    tasks = {**pool.upkeep(), **(node.upkeep() if node is not None else {})}
+    wait_s = config.lease_check_s if node is None else config.announce_interval_s
     while not stopping.is_set():
-        health.turn()
         upkeep.run(tasks)
         with suppress(TimeoutError):
-            await asyncio.wait_for(stopping.wait(), wait_s)
+            await asyncio.wait_for(stopping.wait(), min(wait_s, config.lease_check_s))
 
 
 def _transports(

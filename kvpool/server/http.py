@@ -19,7 +19,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, Final
 
 from kvpool.clock import Clock
-from kvpool.errors import ConfigError
+from kvpool.errors import ConfigError, UsageError
 from kvpool.metrics import Metrics
 
 if TYPE_CHECKING:
@@ -196,13 +196,13 @@ class _Request(io.RawIOBase):
         return True
 
     def readinto(self, room: "WriteableBuffer", /) -> int:
-        """Wait for bytes. Raises OSError: the time is over, or it is too much."""
+        """Wait for bytes. Raises TimeoutError: the time is over; UsageError: it is too much."""
         left_s = self._until - time.monotonic()
         if left_s <= 0:
             raise TimeoutError
         view = memoryview(room).cast("B")[: self._left]
         if not view:
-            raise OSError(f"a request of more than {REQUEST_BYTES_MAX} bytes")
+            raise UsageError(f"a request of more than {REQUEST_BYTES_MAX} bytes: send less")
         self._connection.settimeout(left_s)
         count = self._connection.recv_into(view)
         self._left -= count

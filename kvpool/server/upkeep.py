@@ -35,7 +35,8 @@ class Upkeep:
         self._said_at: dict[str, float] = {}
 
     def run(self, tasks: Tasks) -> None:
-        """Run each task once, whatever becomes of the others."""
+        """Run each task once, whatever becomes of the others: the loop turns."""
+        self._health.turn()
         for name, task in tasks.items():
             try:
                 task()

@@ -106,7 +106,10 @@ def test_a_tenant_has_its_share_of_stores(server: Server) -> None:
         thread = threading.Thread(target=stuck)
         thread.start()
         try:
-            stores = lambda: own.stats().extra["stores"]
+
+            def stores() -> int:
+                return own.stats().extra["stores"]
+
             until(lambda: stores() == STORES, "red stores")
             with pytest.raises(CapacityError, match=f"tenant red has {STORES} stores under") as r:
                 link.caller.send(protocol.WRITE, begun(8, WAIT_S), WAIT_S)

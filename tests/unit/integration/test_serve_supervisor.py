@@ -161,7 +161,7 @@ def test_an_error_that_nobody_foresaw_does_not_end_the_look_for_silent_ones(
         looks = 0
 
         @property
-        def name(self) -> str:  # type: ignore[override]
+        def name(self) -> str:
             self.looks += 1
             return "nobody" if self.looks < 5 else "a"  # a KeyError, four times
 
