@@ -230,7 +230,7 @@ class BlockPool(ABC):
 
         Raises:
             UsageError, LayoutMismatchError: Source and chain do not fit. Nothing was done.
-            CapacityError: ``durability`` cannot be given here.
+            CapacityError: ``durability`` cannot be given here, or too much waits to be durable.
         """
 
     @abstractmethod
