@@ -40,32 +40,46 @@ logger = logging.getLogger(__name__)
 
 # How often a connection that took part of a message is tried again.
 _RETRY_S: Final = 0.0005
+# Longest wait for a thread that has an end of a call in its hands.
+_ENDING_S: Final = 10.0
 # What the server may take for a call that nobody waits for.
 _TELL_TIMEOUT_S: Final = 60.0
 _NUMBERS: Final = 2**32
 
 
 class _Waiting:
-    """The end of one call, for whoever waits for it. Safe from any thread."""
+    """The end of one call, for whoever waits for it. Safe from any thread.
+
+    ``_going`` is held until the end: who can take it need not wait any more. An Event does the same
+    with three locks, which costs both threads 20 us where nothing is in their caches.
+    """
 
     def __init__(self, number: int, deadline: Deadline) -> None:
         self.number = number
         self.deadline = deadline
-        self._ended = threading.Event()
+        self._going = threading.Lock()
+        self._going.acquire()
         self._reply = b""
         self._error: KVPoolError | None = None
 
     def end(self, reply: bytes, error: KVPoolError | None) -> None:
         """End it. Once: whoever took it out of the table does."""
         self._reply, self._error = reply, error
-        self._ended.set()
+        self._going.release()
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the end, at most so long and until the deadline; say whether it came."""
-        return self._ended.wait(min(timeout_s, self.deadline.remaining_s()))
+        wait_s = max(0.0, min(timeout_s, self.deadline.remaining_s()))
+        if not self._going.acquire(timeout=wait_s):
+            return False
+        self._going.release()
+        return True
 
     def reply(self) -> bytes:
-        """Return what was answered, or raise."""
+        """Return what was answered, or raise. It has ended, or somebody is about to end it."""
+        if not self._going.acquire(timeout=_ENDING_S):
+            raise InternalError("a call that was taken out of the table does not end")
+        self._going.release()
         if self._error is not None:
             raise self._error
         return self._reply
