@@ -83,6 +83,8 @@ class Announcer:
         if first < 0 or count < 0 or stop > len(hashes):
             raise UsageError(f"blocks {first} to {first + count} of {len(hashes) // HASH_BYTES}")
         self._add(hashes[first * HASH_BYTES : stop])
+        if first + count < RUN_BLOCKS:
+            return  # no run ends here
         held = self._names.match(hashes[:stop])
         runs = run_names(hashes[: held * HASH_BYTES])
         self._add(runs[first // RUN_BLOCKS * HASH_BYTES :])
@@ -258,6 +260,8 @@ class Announcer:
         return b""
 
     def _add(self, names: bytes) -> None:
+        if not names:
+            return
         count = len(names) // HASH_BYTES
         added = self._names.add(names, np.zeros(count, dtype=np.uint64))
         new = names if added.all() else _bytes_of(names)[added].tobytes()

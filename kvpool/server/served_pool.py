@@ -1,8 +1,8 @@
 """The embedded pool that a server serves: opened with the first client's layout, and by nobody before.
 
 Owns the pool and its registration with the transports, and carries what all methods need beside it.
-Everything here is used in the server's event loop alone; only the opening itself runs beside it. Who
-calls it: the service and its parts.
+Everything here is used in the server's event loop alone, but for ``get`` and ``opened``, which any thread
+may call; only the opening itself runs beside it. Who calls it: the service and its parts.
 """
 
 import asyncio
