@@ -138,9 +138,8 @@ async def first_message(context: Any, timeout_s: float) -> bytes:
             message = await context.read()
     except TimeoutError as error:
         raise UsageError(f"no message within {timeout_s} s behind the headers of a call") from error
-    if message is grpc.aio.EOF:
+    if not isinstance(message, bytes):  # gRPC's EOF
         raise UsageError("a call without a message: send one")
-    assert isinstance(message, bytes)
     return message
 
 

@@ -265,27 +265,30 @@ def _credential(settings: TenantSettings, node: NodeSettings, places: int) -> Cr
     token = ""
     if settings.token_file:
         token = read_secret(Path(settings.token_file), "tenants.token_file")
-    limits = {}
-    for name in ("clients_max", "stores_max", "calls_max"):
-        limit = getattr(settings, name)
-        if limit < 0:
-            raise ConfigError(
-                f"tenants.{name} is {limit}: a number above 0, or 0 for an equal share of "
-                f"node.{name}",
-                key=f"tenants.{name}",
-            )
-        limits[name] = limit or max(1, getattr(node, name) // places)
     return Credential(
         tenant=Tenant(
             name=settings.name,
             lease_bytes_max=int(settings.lease_bytes_max) or None,
             store_bytes_max=int(settings.store_bytes_max) or None,
             operator=settings.operator,
-            **limits,
+            clients_max=_share("clients_max", settings.clients_max, node.clients_max, places),
+            stores_max=_share("stores_max", settings.stores_max, node.stores_max, places),
+            calls_max=_share("calls_max", settings.calls_max, node.calls_max, places),
         ),
         token=token,
         certificate_names=tuple(settings.certificate_names),
     )
+
+
+def _share(name: str, limit: int, of_all: int, places: int) -> int:
+    """Return how many a tenant may have at once: as the file says, or an equal part."""
+    if limit < 0:
+        raise ConfigError(
+            f"tenants.{name} is {limit}: write a number above 0, or 0 for an equal share of "
+            f"node.{name}",
+            key=f"tenants.{name}",
+        )
+    return limit or max(1, of_all // places)
 
 
 def _membership(settings: FileSettings) -> Membership | None:

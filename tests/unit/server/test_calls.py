@@ -4,6 +4,7 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable
 
+import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -133,6 +134,17 @@ def test_nobody_comes_in_by_a_wrong_token() -> None:
     async def story(scene: Scene) -> None:
         with pytest.raises(UsageError, match="valid token"):
             await scene.ask("green")
+
+    play(story)
+
+
+def test_a_call_that_ends_without_a_message_is_refused() -> None:
+    async def story(scene: Scene) -> None:
+        credentials = ("authorization", f"Bearer {token_of('red')}")
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{scene.port}") as channel:
+            call = channel.stream_unary(STATS)(iter(()), metadata=(credentials,), timeout=WAIT_S)
+            with pytest.raises(grpc.RpcError, match="a call without a message: send one"):
+                await call
 
     play(story)
 

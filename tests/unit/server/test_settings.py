@@ -132,6 +132,8 @@ ETCD = '[node]\nname = "a"\n[ring.etcd]\nendpoints = ["http://127.0.0.1:1"]\n'
             "listen.advertise",
             "cannot reach",
         ),
+        ("[node]\ncalls_max = 0", "node.calls_max", "above 0"),
+        ("[[tenants]]\nname = 'a'\nstores_max = -1", "tenants.stores_max", "an equal share"),
         (f"{ETCD}timeout_s = -1\n[listen]\naddress = 'localhost:1'", "etcd.timeout_s", "above 0"),
         (
             ETCD.replace("http:", "ftp:") + "[listen]\naddress = 'localhost:1'",
@@ -146,6 +148,28 @@ def test_settings_that_cannot_work_are_refused_by_their_names(
     with pytest.raises(ConfigError, match=re.escape(said)) as caught:
         parts_of(parse_settings(text), tmp_path)
     assert caught.value.key == key
+
+
+def test_tenants_have_equal_shares_unless_the_file_says_otherwise(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("t" * 40)
+    (tmp_path / "other").write_text("o" * 40)
+    (tmp_path / "secret").write_text("s" * 40)
+    for name in ("token", "other", "secret"):
+        (tmp_path / name).chmod(0o600)
+    text = (
+        "[node]\nclients_max = 32\nstores_max = 2\ncalls_max = 99\n"
+        f"[access]\nsecret_file = '{tmp_path / 'secret'}'\n"
+        f"[[tenants]]\nname = 'red'\ntoken_file = '{tmp_path / 'token'}'\n"
+        f"[[tenants]]\nname = 'blue'\ntoken_file = '{tmp_path / 'other'}'\ncalls_max = 50\n"
+    )
+    authenticator = parts_of(parse_settings(text), tmp_path).authenticator
+    shares = []
+    for letter in "to":
+        tenant = authenticator.authenticate({"authorization": f"Bearer {letter * 40}"}, ())
+        shares.append((tenant.clients_max, tenant.stores_max, tenant.calls_max))
+    assert shares == [(10, 1, 33), (10, 1, 50)]  # a third each, one at least; or as it says
+    own = authenticator.own()
+    assert (own.clients_max, own.stores_max, own.calls_max) == (None, None, None)
 
 
 @pytest.mark.parametrize("row", render_table().splitlines()[2:], ids=lambda row: row.split("`")[1])
