@@ -12,7 +12,7 @@ enum { PAYLOAD = LAYERS * HEADS * TOKENS * (K_BYTES + V_BYTES), CRCS = LAYERS * 
 static pthread_mutex_t copies = PTHREAD_MUTEX_INITIALIZER;
 static pthread_cond_t copies_changed = PTHREAD_COND_INITIALIZER;
 static bool copies_held;
-static size_t copying;
+static size_t copying, copies_free; /* that may pass, of those held */
 
 static kvp_status held_copy(const kvp_shape *shape, const kvp_view *dst, const uint64_t *dst_blocks,
                             const kvp_view *src, const uint64_t *src_blocks, size_t block_count,
@@ -22,8 +22,10 @@ static kvp_status held_copy(const kvp_shape *shape, const kvp_view *dst, const u
     pthread_mutex_lock(&copies);
     copying++;
     pthread_cond_broadcast(&copies_changed);
-    while (copies_held)
+    while (copies_held && copies_free == 0)
         pthread_cond_wait(&copies_changed, &copies);
+    if (copies_held)
+        copies_free--;
     pthread_mutex_unlock(&copies);
     const kvp_status status =
         kvp_copy_blocks(shape, dst, dst_blocks, src, src_blocks, block_count, layer_begin, layer_end,
@@ -42,10 +44,26 @@ static inline void hold_copies(bool value)
     pthread_mutex_unlock(&copies);
 }
 
-static inline void wait_copying(void)
+static inline void free_one_copy(void)
 {
     pthread_mutex_lock(&copies);
-    while (copying == 0)
+    copies_free++;
+    pthread_cond_broadcast(&copies_changed);
+    pthread_mutex_unlock(&copies);
+}
+
+static inline size_t count_copying(void)
+{
+    pthread_mutex_lock(&copies);
+    const size_t count = copying;
+    pthread_mutex_unlock(&copies);
+    return count;
+}
+
+static inline void wait_copying(size_t count)
+{
+    pthread_mutex_lock(&copies);
+    while (copying < count)
         pthread_cond_wait(&copies_changed, &copies);
     pthread_mutex_unlock(&copies);
 }

@@ -107,7 +107,7 @@ static void test_a_call_that_gives_up_waits_for_who_touches_its_memory(job_kind 
     pthread_t thread;
     pthread_mutex_init(&one.mutex, NULL);
     kvp_ssd_begin(mine->ssd, &job);
-    wait_copying();
+    wait_copying(1);
     CHECK(pthread_create(&thread, NULL, give_up_at_once, &one) == 0);
     while (!waits_for_touch(mine->ssd) && !has_returned(&one))
         usleep(1000);
@@ -117,6 +117,59 @@ static void test_a_call_that_gives_up_waits_for_who_touches_its_memory(job_kind 
     while (kvp_ssd_late(mine->ssd) > 0)
         usleep(1000);
     hold_copies(false);
+    pthread_mutex_destroy(&one.mutex);
+    closed(mine);
+}
+
+static void look_at(kvp_ssd *ssd, const batch *mine, size_t *next, size_t *ended)
+{
+    pthread_mutex_lock(&ssd->mutex);
+    *next = mine->next;
+    *ended = mine->ended;
+    pthread_mutex_unlock(&ssd->mutex);
+}
+
+/* Nobody begins another job of a call that gives up, which waits for a copy. */
+static void test_no_job_begins_for_a_call_that_gives_up(void)
+{
+    enum { AT_ONCE = THREADS };
+    store *mine = opened();
+    CHECK(write_all(mine, UINT64_C(60) * SECOND) == KVP_OK);
+    const kvp_view view = flat(calloc(SLOTS, PAYLOAD));
+    CHECK(view.base != 0);
+    hold_copies(true);
+    batch job = {.kind = READ,
+                 .slots = mine->slots,
+                 .generations = mine->lives,
+                 .keys = mine->keys[0],
+                 .view = &view,
+                 .blocks = mine->blocks,
+                 .crcs = mine->crcs[0],
+                 .results = mine->results,
+                 .count = SLOTS};
+    quitter one = {.ssd = mine->ssd, .mine = &job};
+    pthread_t thread;
+    size_t next, ended;
+    pthread_mutex_init(&one.mutex, NULL);
+    kvp_ssd_begin(mine->ssd, &job);
+    wait_copying(AT_ONCE);
+    CHECK(pthread_create(&thread, NULL, give_up_at_once, &one) == 0);
+    while (!waits_for_touch(mine->ssd))
+        usleep(1000);
+    free_one_copy(); /* either the one that is waited for or the other one */
+    do {
+        usleep(1000);
+        look_at(mine->ssd, &job, &next, &ended);
+        CHECK(next == AT_ONCE && ended < AT_ONCE);
+    } while (count_copying() == AT_ONCE);
+    hold_copies(false);
+    CHECK(pthread_join(thread, NULL) == 0);
+    CHECK(job.next == AT_ONCE);
+    pthread_mutex_lock(&mine->ssd->mutex);
+    CHECK(mine->ssd->first == NULL && mine->ssd->last == NULL); /* where this batch lay is gone */
+    pthread_mutex_unlock(&mine->ssd->mutex);
+    while (kvp_ssd_late(mine->ssd) > 0)
+        usleep(1000);
     pthread_mutex_destroy(&one.mutex);
     closed(mine);
 }
@@ -153,6 +206,8 @@ int main(void)
     test_closing_leaves_a_hung_thread_to_the_kernel();
     test_a_call_that_gives_up_waits_for_who_touches_its_memory(READ);
     test_a_call_that_gives_up_waits_for_who_touches_its_memory(WRITE);
+    for (int turn = 0; turn < 10; turn++) /* which copy is freed is chance */
+        test_no_job_begins_for_a_call_that_gives_up();
     test_a_fork_does_not_keep_the_lock(false);
     test_a_fork_does_not_keep_the_lock(true);
     return 0;
