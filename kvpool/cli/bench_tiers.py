@@ -2,19 +2,21 @@
 
 One operation moves 32 MiB (a prompt of 256 to 2,048 tokens), with CRC32C on, with the pool's two
 threads; a sample goes once round the memory, at least four times the L3 cache. The reference copies
-as many bytes between the same caller's buffer and slots of an arena like the pool's.
+the same bytes between the same caller's buffer and the pool's own arena: a load's from the very slots,
+a store's into slots that lie between those that the pool uses (docs/decisions/0024-copy-speed.md says
+why no other memory will do).
 """
 
 from collections.abc import Generator
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from typing import Final
 
 import numpy as np
 
-from kvpool.arena import Arena
+from kvpool.arena import Slots
 from kvpool.base import Chain
-from kvpool.block import BlockLayout, Namespace, new_incarnation
+from kvpool.block import BlockLayout, Namespace
 from kvpool.cli import bench_ssd, bench_ssd_open, bench_stack
 from kvpool.cli.bench import Case, Sides, Timer
 from kvpool.cli.bench_reference import CopyReference, Spans, rotate_bytes
@@ -53,9 +55,8 @@ def _open(job: str, layers: int, timer: Timer) -> Generator[Sides, None, None]:
     )
     size = rotate_bytes()
     slots = size // layout.block_bytes
-    pool = Pool.open(layout, PoolConfig(dram_bytes=2 * size), copy_threads=_THREADS)
-    with pool, closing(Arena(layout, slots, new_incarnation())) as arena:
-        bench = _Bench(pool, arena, timer)
+    with Pool.open(layout, PoolConfig(dram_bytes=3 * size), copy_threads=_THREADS) as pool:
+        bench = _Bench(pool, slots, timer)
         yield _Loads(bench) if job == "load" else _Stores(bench)
 
 
@@ -66,22 +67,34 @@ def aligned_room(size: int) -> Span:
 
 
 class _Bench:
-    """A pool full of blocks, a caller's buffer to rotate over, and an arena for the reference."""
+    """A pool full of blocks, a caller's buffer to rotate over, and slots for the reference's stores."""
 
-    def __init__(self, pool: Pool, arena: Arena, timer: Timer) -> None:
+    def __init__(self, pool: Pool, slots: int, timer: Timer) -> None:
         self._pool = pool
         self._timer = timer
         self._layout = pool.layout
         self._blocks = _OPERATION_BYTES // self._layout.block_bytes
         self._prompt = 0
-        room = aligned_room(arena.slot_count * self._layout.block_bytes)
+        room = aligned_room(slots * self._layout.block_bytes)
         room.view()[:] = np.random.default_rng(0).bytes(room.size)
         self._buffer = BlockView.of_buffer(self._layout, room)
-        self._slots = arena.view(arena.reserve_some(arena.slot_count))
-        self._turns = range(arena.slot_count // self._blocks)
+        self._slots = self._between(slots)
+        self._turns = range(slots // self._blocks)
         self._chains: list[Chain] = []
         self.store()
         self.reference = CopyReference(_THREADS, timer)
+
+    def _between(self, count: int) -> BlockView:
+        """Keep every third slot of the pool, which then has twice ``count`` to itself."""
+        tier = self._pool.tier
+        taken = Slots.of(tier.reserve_run(3 * count))
+        if len(taken) != 3 * count:
+            raise InternalError(f"a pool of {3 * count} slots gave {len(taken)}")
+        third = np.arange(len(taken)) % 3 == 2
+        others = Slots(taken.indices[~third], taken.generations[~third])
+        tier.settle_run(others)
+        tier.abort_run(others)
+        return tier.view(Slots(taken.indices[third], taken.generations[third]), writable=True)
 
     def _part(self, turn: int) -> BlockView:
         return self._buffer.take(turn * self._blocks, (turn + 1) * self._blocks)
@@ -122,16 +135,25 @@ class _Bench:
                 raise InternalError(f"loaded {good} of {self._blocks} blocks")
         return self._buffer_bytes / took_s / 1e9
 
+    def _lie(self, chain: Chain) -> BlockView:
+        """Return where the blocks of a chain lie; they stay there while nothing is stored."""
+        slots = self._pool.tier.pin(chain.hashes)
+        try:
+            return self._pool.tier.view(slots, writable=False)
+        finally:
+            self._pool.tier.unpin(slots)
+
     @property
     def _buffer_bytes(self) -> int:
         return len(self._buffer) * self._layout.block_bytes
 
     def spans(self, *, load: bool) -> list[Spans]:
-        """Return each turn's blocks as spans between the buffer and the reference's arena."""
+        """Return each turn's blocks as spans: a load's from their slots, a store's to others."""
         turns: list[Spans] = []
-        for turn in self._turns:
+        for turn, chain in zip(self._turns, self._chains, strict=True):
             at = range(turn * self._blocks, (turn + 1) * self._blocks)
-            slots = [self._slots.base + index * self._slots.block_stride for index in at]
+            lie = self._lie(chain) if load else self._slots.take(at.start, at.stop)
+            slots = [lie.base + index * lie.block_stride for index in lie.block_ids.tolist()]
             buffer = [self._buffer.base + index * self._layout.block_bytes for index in at]
             dest, source = (buffer, slots) if load else (slots, buffer)
             turns.append(Spans(dest, source, self._layout.block_bytes))
