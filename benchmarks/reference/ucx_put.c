@@ -5,7 +5,7 @@
  *                                      bytes, every STRIDE-th, and prints the seconds until the flush
  *                                      completed
  *
- * Same library, settings, error handling mode and spans as the engine: distinct blocks of a source
+ * Same library, settings, congestion control, error handling mode and spans as the engine: distinct blocks of a source
  * as large as the destination, which both rotate through: the n-th span since the start is block
  * n * STRIDE of them, modulo their number, which STRIDE must not divide. One thread a side, no queue, no note. Both
  * poll for 50 us after the last progress and then sleep, as the engine does; with `poll` instead of
@@ -94,6 +94,7 @@ static ucx_status on_hello(void *arg, const void *header, size_t header_size, vo
     (void)data;
     (void)size;
     const ucx_request_param done = {.op_attr_mask = UCX_OP_CALLBACK, .cb = on_done};
+    kvp_sockets_unpace(ucp, worker);
     track(ucp->am_send_nbx(param->reply_ep, AM_ID, arg, sizeof(offer), NULL, 0, &done));
     return UCX_OK;
 }
@@ -232,6 +233,7 @@ static void send_all(const char *library, const char *port, size_t size)
     }
     ucx_rkey *rkey;
     check(!failed && ucp->ep_rkey_unpack(ep, remote.key, &rkey) == UCX_OK, "rkey_unpack");
+    kvp_sockets_unpace(ucp, worker); /* as the engine's */
     const ucx_request_param done = {.op_attr_mask = UCX_OP_CALLBACK, .cb = on_done};
     size_t span, count, stride, turn = 0;
     while (scanf("%zu %zu %zu", &span, &count, &stride) == 3) {

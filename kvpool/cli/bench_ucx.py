@@ -229,7 +229,7 @@ class _Loop:
     """The reference: a C program that puts, and another that is put into."""
 
     def __init__(self, stack: ExitStack, library: str, size: int, scale: Scale) -> None:
-        built = program("ucx_put", ("ucx_load",))
+        built = program("ucx_put", ("ucx_load", "ucx_sockets"))
         size_of = scale.memory_bytes
         server = Child(stack, built, library, "serve", size_of)
         self._sender = Child(stack, built, library, "send", server.ask(), size_of)

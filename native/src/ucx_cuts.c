@@ -3,7 +3,8 @@
 
 /* While a window is copied out nothing is received, and what comes through a socket comes unevenly if
  * it is long left to wait: reads of 64 KiB blocks were 1.2 times as fast in asks of a quarter of a
- * window of 2 MiB. What lies in one piece goes in one put of up to a slice. Gets wait for nobody. */
+ * window of 2 MiB. What lies in one piece goes in one put of up to a slice: layers of a block, or blocks
+ * in slots beside each other, as a pool's are that were stored together. Gets wait for nobody. */
 enum { ASK_BYTES = 512 << 10, PIECE_BYTES = 1 << 20 };
 
 static size_t least(size_t a, size_t b)
@@ -23,18 +24,28 @@ bool kvp_read_fits(const kvp_ucx_job *job, size_t window)
     return job->shape == NULL || layers_of(job, window) != 0;
 }
 
+/* How many whole blocks fit, at least one: in one piece, if `piece`. */
+static size_t blocks_of(const kvp_read *read, size_t block_bytes, size_t window, bool piece)
+{
+    size_t bytes = least(window, piece ? PIECE_BYTES : ASK_BYTES);
+    size_t fit = (read->endpoint->gets ? window : bytes) / block_bytes;
+    size_t crcs = KVP_ASK_CRCS_MAX / (read->job.layers * read->job.shape->heads);
+    return least(least(fit > 1 ? fit : 1, crcs), KVP_ASK_ITEMS_MAX);
+}
+
 /* Blocks: whole ones as many as fit, or some layers of one. */
 static void cut_blocks(kvp_read *read, kvp_ask *ask, size_t window)
 {
     const kvp_ucx_job *job = &read->job;
     const bool gets = read->endpoint->gets;
-    size_t layer_bytes = kvp_layer_bytes(job->shape), layers = layers_of(job, window), most = 1;
+    size_t layer_bytes = kvp_layer_bytes(job->shape), layers = layers_of(job, window);
+    size_t most = 1, most_beside = 1;
     if (!gets && layers * layer_bytes > PIECE_BYTES) {
         layers = layer_bytes < PIECE_BYTES ? PIECE_BYTES / layer_bytes : 1;
     }
     if (layers == job->layers) {
-        size_t fit = (gets ? window : least(window, ASK_BYTES)) / (layers * layer_bytes);
-        most = least(fit > 1 ? fit : 1, KVP_ASK_CRCS_MAX / (layers * job->shape->heads));
+        most = blocks_of(read, layers * layer_bytes, window, false);
+        most_beside = blocks_of(read, layers * layer_bytes, window, true);
     } else if (layers > job->layers - read->next_part) {
         layers = job->layers - read->next_part;
     }
@@ -45,9 +56,13 @@ static void cut_blocks(kvp_read *read, kvp_ask *ask, size_t window)
     ask->head.first_crc = (uint32_t)(ask->layer * job->shape->heads);
     ask->head.crc_count = (uint32_t)(layers * job->shape->heads);
     size_t count = 0;
-    while (count < most && count < KVP_ASK_ITEMS_MAX && ask->first + count < job->count &&
-           job->regions[ask->first + count] == ask->head.region) {
+    bool beside = true;
+    while (ask->first + count < job->count) {
         size_t at = ask->first + count;
+        beside = beside && (count == 0 || job->slots[at] == job->slots[at - 1] + 1);
+        if (count >= (beside ? most_beside : most) || job->regions[at] != ask->head.region) {
+            break;
+        }
         ask->items[count++] = (kvp_wire_item){
             .generation = job->generations[at],
             .offset = ask->layer * layer_bytes,

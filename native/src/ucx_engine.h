@@ -362,6 +362,9 @@ uint64_t kvp_answers_due(const kvp_endpoint *endpoint);
 void kvp_answers_end_all(kvp_endpoint *endpoint);
 void kvp_answers_close(kvp_ucx *engine); /* after the worker is gone: nothing reads slots any more */
 
+/* ucx_sockets.c: progress thread only. Call it when a connection has opened. */
+void kvp_sockets_unpace(const kvp_ucp *ucp, ucx_worker *worker);
+
 /* ucx_strangers.c: progress thread only. Call it once a round, after the steps. */
 void kvp_strangers_look(kvp_ucx *engine);
 

@@ -198,6 +198,7 @@ static void open_endpoint(kvp_endpoint *endpoint)
         .peer_inbox_bytes = hello->inbox_bytes,
     };
     memcpy(event.peer, hello->incarnation, KVP_INCARNATION_BYTES);
+    kvp_sockets_unpace(engine->ucp, engine->worker);
     char lanes[KVP_LANES_TEXT_MAX];
     find_lanes(endpoint, lanes, sizeof(lanes));
     endpoint->may_get = engine->config.read_mode == KVP_UCX_READ_GET || can_get(lanes);

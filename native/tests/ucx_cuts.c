@@ -86,6 +86,16 @@ int main(void)
     CHECK(cut_all(&job, WINDOW, false, 512 * KIB) == 5);
     CHECK(cut_all(&job, WINDOW, true, WINDOW) == 2);
     CHECK(cut_all(&job, 128 * KIB, false, 128 * KIB) == 20);
+    uint32_t beside[SLOTS];
+    for (uint32_t i = 0; i < SLOTS; i++) {
+        beside[i] = i; /* one piece at the owner: one put */
+    }
+    job.slots = beside;
+    CHECK(cut_all(&job, WINDOW, false, MIB) == 3);
+    CHECK(cut_all(&job, 128 * KIB, false, 128 * KIB) == 20);
+    beside[10]++; /* the 10 before it and it are two pieces */
+    CHECK(cut_all(&job, WINDOW, false, MIB) == 4);
+    job.slots = slots;
     job.layers = 16;
     CHECK(cut_all(&job, WINDOW, false, MIB) == SLOTS);
     job.layers = 36;
