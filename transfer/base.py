@@ -117,6 +117,7 @@ class Endpoint(ABC):
         dest_layer: int | None,
         deadline_s: float,
         crcs: Crcs | None = None,
+        sums: Crcs | None = None,
     ) -> Completion[int]:
         """Pull blocks in canonical order from a peer's slots into a view, CRC32C checked.
 
@@ -131,6 +132,9 @@ class Endpoint(ABC):
             crcs: What each (layer, head) must sum to, uint32 [blocks, layers, kv_heads] of
                 ``source_layout``, if the caller has been told; None means what the owner's slots
                 say. An owner that keeps these with the block hands them in.
+            sums: Where to write, before the completion is done, what each (layer, head) of the blocks
+                that arrived summed to: uint32, shaped as ``crcs``, writable and contiguous. The rest
+                of it is undefined.
 
         Returns:
             A completion of the number of leading blocks that arrived whole and verified. Fewer than

@@ -255,10 +255,12 @@ class PullEndpoint(LinkedEndpoint):
         dest_layer: int | None,
         deadline_s: float,
         crcs: Crcs | None = None,
+        sums: Crcs | None = None,
     ) -> Completion[int]:
         """Pull blocks, verified."""
         window = self._window(source.region)
-        pull = BlockPull(window, dest, source, source_layout, dest_layer, crcs, self._engine.crew)
+        crew = self._engine.crew
+        pull = BlockPull(window, dest, source, source_layout, dest_layer, crcs, crew, sums)
         return self._submit(pull, deadline_s)
 
     def _submit(self, pull: BlockPull | SpanPull, deadline_s: float) -> Completion[int]:

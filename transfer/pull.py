@@ -61,6 +61,7 @@ def require_dest(
     source_layout: BlockLayout,
     dest_layer: int | None,
     crcs: Crcs | None,
+    sums: Crcs | None = None,
 ) -> BlockView:
     """Return where blocks go, narrowed to ``dest_layer``; raise UsageError if they do not fit."""
     if not dest.writable:
@@ -71,10 +72,12 @@ def require_dest(
         dest = layer_view(dest, dest_layer)
     dest.layout.require_equal(source_layout)
     require_room(dest)
-    if crcs is not None:
-        expected = (len(dest), source_layout.num_layers, source_layout.kv_heads)
-        if crcs.shape != expected:
-            raise UsageError(f"checksums of shape {crcs.shape} where {expected} is expected")
+    expected = (len(dest), source_layout.num_layers, source_layout.kv_heads)
+    for each in (crcs, sums):
+        if each is not None and each.shape != expected:
+            raise UsageError(f"checksums of shape {each.shape} where {expected} is expected")
+    if sums is not None and (sums.dtype != np.uint32 or not sums.flags.carray):
+        raise UsageError(f"room for sums of {sums.dtype}: uint32, writable and contiguous")
     return dest
 
 
@@ -145,16 +148,18 @@ class BlockPull:
         dest_layer: int | None,
         crcs: Crcs | None = None,
         crew: Crew | None = None,
+        sums: Crcs | None = None,
     ) -> None:
         slots, generations = require_slots(source, window.slot_count)
         window.require_layout(source_layout)
-        dest = require_dest(dest, source, source_layout, dest_layer, crcs)
+        dest = require_dest(dest, source, source_layout, dest_layer, crcs, sums)
         count = len(dest)
         step = max(1, BATCH_BYTES // source_layout.block_bytes)
         self.batches = [(begin, min(begin + step, count)) for begin in range(0, count, step)]
         self._layers = source_layout.num_layers
         self._crc_count = window.crc_count
         self._crcs = None if crcs is None else in_runs(crcs)
+        self._sums = sums
         # What C is pointed at, kept alive.
         self._kept = (window, dest, slots, generations, crew)
         self._where = (window.native(), ffi.NULL if crew is None else crew.native())
@@ -173,7 +178,9 @@ class BlockPull:
         """
         count = end - begin
         room, expected, stride = ffi.NULL, ffi.NULL, 0
-        if self._crcs is None:
+        if self._crcs is None and self._sums is not None:
+            room = ffi.from_buffer("uint32_t[]", self._sums[begin:end])
+        elif self._crcs is None:
             room = ffi.from_buffer("uint32_t[]", np.empty(count * self._crc_count, np.uint32))
         else:
             crcs = self._crcs
@@ -197,6 +204,8 @@ class BlockPull:
         )
         if status not in (lib.KVP_OK, lib.KVP_CORRUPT):
             raise InternalError(f"kvp_window_pull answered {status}")
+        if self._crcs is not None and self._sums is not None:
+            self._sums[begin:end] = self._crcs[begin:end]
         return int(good[0])
 
     def result(self, good: int) -> int:

@@ -34,7 +34,7 @@ BYE_TIMEOUT_S: Final = 0.5
 Job = TypeVar("Job")
 SpanJobs = Callable[[Sequence[tuple[Span, RemoteSlots, int]], Sequence[PeerRegion]], Job]
 BlockJobs = Callable[
-    [PeerRegion, BlockView, RemoteSlots, BlockLayout, int | None, Crcs | None], Job
+    [PeerRegion, BlockView, RemoteSlots, BlockLayout, int | None, Crcs | None, Crcs | None], Job
 ]
 
 
@@ -86,10 +86,11 @@ class RemoteEndpoint(LinkedEndpoint, Generic[Job]):
         dest_layer: int | None,
         deadline_s: float,
         crcs: Crcs | None = None,
+        sums: Crcs | None = None,
     ) -> Completion[int]:
         """Have blocks brought here; see ``Endpoint``. Raises CapacityError: too many reads."""
         region = self._region(source.region)
-        job = self._block_job(region, dest, source, source_layout, dest_layer, crcs)
+        job = self._block_job(region, dest, source, source_layout, dest_layer, crcs, sums)
         return self._submit(job, deadline_s)
 
     @abstractmethod

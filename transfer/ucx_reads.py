@@ -93,6 +93,7 @@ def block_job(
     source_layout: BlockLayout,
     dest_layer: int | None,
     crcs: Crcs | None,
+    sums: Crcs | None = None,
 ) -> Job:
     """Describe a read of blocks in canonical order into a view.
 
@@ -111,7 +112,7 @@ def block_job(
             f"blocks of {source_layout.kv_heads} KV heads: over UCX at most {HEADS_MAX}, so let"
             " several parts hold them"
         )
-    dest = require_dest(dest, source, source_layout, dest_layer, crcs)
+    dest = require_dest(dest, source, source_layout, dest_layer, crcs, sums)
     layout = source_layout
     shape = ffi.new(
         "kvp_shape *",
@@ -136,9 +137,10 @@ def block_job(
             "dest_blocks": blocks,
             "layers": layout.num_layers,
             "crcs": ffi.NULL if expected is None else ffi.from_buffer("uint32_t[]", expected),
+            "sums": ffi.NULL if sums is None else ffi.from_buffer("uint32_t[]", sums),
         },
     )
-    return Job(native, (kept, shape, view, expected, dest), source.slots)
+    return Job(native, (kept, shape, view, expected, sums, dest), source.slots)
 
 
 def span_job(pairs: Sequence[tuple[Span, RemoteSlots, int]], regions: Sequence[PeerRegion]) -> Job:

@@ -73,6 +73,7 @@ class BlockJob:
         layout: BlockLayout,
         dest_layer: int | None,
         crcs: Crcs | None,
+        sums: Crcs | None = None,
     ) -> None:
         require_slots(source, region.descriptor.slot_count)
         if (region.descriptor.slot_bytes, region.crc_count) != (
@@ -83,10 +84,11 @@ class BlockJob:
                 f"slots of {region.descriptor.slot_bytes} bytes and {region.crc_count} checksums do"
                 f" not hold {layout.block_bytes} bytes and {layout.crc_count} checksums"
             )
-        self._dest = require_dest(dest, source, layout, dest_layer, crcs)
+        self._dest = require_dest(dest, source, layout, dest_layer, crcs, sums)
         self._source = source
         self._layout = layout
         self._crcs = crcs
+        self._sums = sums
         self.sizes: Sequence[int] = [layout.block_bytes] * len(dest)
         self.crc_count = layout.crc_count
         self.slots = source.slots
@@ -109,11 +111,15 @@ class BlockJob:
         layout = self._layout
         told = answer.crcs[:good].reshape(good, layout.num_layers, layout.kv_heads)
         payload = Span.of(answer.payload[: good * layout.block_bytes])
+        expected = told if self._crcs is None else self._crcs[begin : begin + good]
+        if self._sums is not None:
+            self._sums[begin : begin + good] = expected
+            expected = self._sums[begin : begin + good]  # the peer cannot change these
         try:
             copy_blocks(
                 self._dest.take(begin, begin + good),
                 BlockView.of_buffer(layout, payload),
-                crcs=told if self._crcs is None else self._crcs[begin : begin + good],
+                crcs=expected,
             )
         except CorruptionError as error:
             return int(str(error.block))

@@ -89,6 +89,7 @@ class PacedEndpoint(Endpoint):
         dest_layer: int | None,
         deadline_s: float,
         crcs: Crcs | None = None,
+        sums: Crcs | None = None,
     ) -> Completion[int]:
         """Pull, at the link's pace."""
         read = self._inner.read_blocks(
@@ -98,6 +99,7 @@ class PacedEndpoint(Endpoint):
             dest_layer=dest_layer,
             deadline_s=deadline_s,
             crcs=crcs,
+            sums=sums,
         )
         return self._pace(read, len(source.slots) * source_layout.block_bytes)
 

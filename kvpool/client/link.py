@@ -96,6 +96,11 @@ class Link:
         elif self.stayed is not None:
             self.stayed.on_end(callback)
 
+    @property
+    def slots_tell_sums(self) -> bool:
+        """Say whether the server knows a store's checksums from the slots that it pulls."""
+        return self.welcome.version >= protocol.SLOT_SUMS_VERSION
+
     def close(self) -> None:
         """Close both. Idempotent."""
         if self.endpoint is not None:

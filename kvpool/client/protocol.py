@@ -85,10 +85,11 @@ __all__ = [
     "WriteRequest",
 ]
 
-# 1 was msgspec structs between processes of one host.
-PROTOCOL_VERSION: Final = 2
+# 1 was msgspec structs between processes of one host. 3: a store may leave its checksums to the slots.
+PROTOCOL_VERSION: Final = 3
 # The oldest version that is still spoken.
 PROTOCOL_VERSION_MIN: Final = 2
+SLOT_SUMS_VERSION: Final = 3
 # Bytes of a connection's name, the ``client`` of every message.
 CLIENT_BYTES: Final = 16
 # Longest that a client may ask the server to work on one batch of a store.

@@ -55,8 +55,7 @@ class Storing:
         crcs = _checked(request, pool.layout)
 
         async def fill(reservation: Reservation) -> Crcs:
-            good = await self._pull(session, reservation, request, crcs)
-            return crcs[reservation.begin : reservation.begin + good]
+            return await self._pull(session, reservation, request, crcs)
 
         return await self._keep(session, pool, request, fill)
 
@@ -195,15 +194,16 @@ class Storing:
         session: Session,
         reservation: Reservation,
         request: protocol.StoreRequest,
-        crcs: Crcs,
-    ) -> int:
-        """Copy the blocks that are not here out of the client's slots; return how many are whole.
+        crcs: Crcs | None,
+    ) -> Crcs:
+        """Copy the blocks that are not here out of the client's slots; return the sums of the whole ones.
 
         Whatever ends it early, the slots stay in quarantine until the copy has returned.
         """
         begin, end = reservation.begin, reservation.begin + len(reservation.view)
+        sums = _no_crcs(reservation.view.layout, end - begin)
         if begin == end:
-            return 0
+            return sums
         if session.endpoint is None:
             reservation.settle()
             raise UsageError("this client has no transport: use Write")
@@ -219,9 +219,10 @@ class Storing:
                 source_layout=reservation.view.layout,
                 dest_layer=None,
                 deadline_s=request.timeout_s,
-                crcs=crcs[begin:end],
+                crcs=None if crcs is None else crcs[begin:end],
+                sums=sums,
             )
-            return await copy
+            return sums[: await copy]
         except BaseException:  # the client is gone, cancelled, or late; or a bug
             self._count_aborted()
             reservation.abandon()
@@ -244,14 +245,17 @@ async def _header_of(steps: AsyncIterator[protocol.WriteRequest]) -> protocol.St
     raise UsageError("a Write without a header: send one first")
 
 
-def _checked(request: protocol.StoreRequest, layout: BlockLayout) -> Crcs:
-    """Return the checksums of a store, uint32 [blocks, layers, kv_heads], all input checked."""
+def _checked(request: protocol.StoreRequest, layout: BlockLayout) -> Crcs | None:
+    """Return the checksums of a store, uint32 [blocks, layers, kv_heads], all input checked.
+
+    None: the client's slots say them.
+    """
     count = _check_names(request)
     crcs = np.frombuffer(request.crcs, dtype="<u4") if len(request.crcs) % 4 == 0 else np.empty(0)
-    if (
-        not count == len(request.slots) == len(request.generations)
-        or crcs.size != count * layout.crc_count
-    ):
+    fits = count == len(request.slots) == len(request.generations)
+    if fits and not request.crcs:
+        return None
+    if not fits or crcs.size != count * layout.crc_count:
         raise UsageError(
             f"a store of {len(request.hashes)} bytes of hashes with {len(request.slots)} slots, "
             f"{len(request.generations)} generations and {crcs.size} checksums does not fit"
@@ -275,8 +279,9 @@ def _check_names(request: protocol.StoreRequest) -> int:
     return count
 
 
-def _no_crcs(layout: BlockLayout) -> Crcs:
-    return np.empty((0, layout.num_layers, layout.kv_heads), dtype=np.uint32)
+def _no_crcs(layout: BlockLayout, count: int = 0) -> Crcs:
+    """Return room for the checksums of so many blocks."""
+    return np.empty((count, layout.num_layers, layout.kv_heads), dtype=np.uint32)
 
 
 def _bytes_of(request: protocol.StoreRequest, layout: BlockLayout) -> int:

@@ -62,6 +62,7 @@ class LossyEndpoint(Endpoint):
         dest_layer: int | None,
         deadline_s: float,
         crcs: Crcs | None = None,
+        sums: Crcs | None = None,
     ) -> Completion[int]:
         """Pull, perhaps only some leading blocks."""
         self._perhaps_lose()
@@ -77,6 +78,7 @@ class LossyEndpoint(Endpoint):
                 source, slots=source.slots[:count], generations=source.generations[:count]
             )
             crcs = None if crcs is None else crcs[:count]
+            sums = None if sums is None else sums[:count]
         return self._inner.read_blocks(
             dest,
             source,
@@ -84,6 +86,7 @@ class LossyEndpoint(Endpoint):
             dest_layer=dest_layer,
             deadline_s=deadline_s,
             crcs=crcs,
+            sums=sums,
         )
 
     def write_spans(

@@ -120,6 +120,25 @@ class ReadChecks(TransportScene):
         crcs[1, -1, -1] ^= 1
         assert read() == 1
 
+    def test_sums_of_what_arrived_are_handed_over(self, pair: Pair) -> None:
+        slots = pair.publish(payload(self.layout, 4, seed=9))
+        crcs = pair.arena.crcs(slots)
+        flip(pair.arena, slots[2], self.layout.block_bytes - 1)
+        out = empty(self.layout, 4)
+        for told in (None, crcs):
+            sums = np.zeros_like(crcs)
+            read = pair.at_reader.read_blocks(
+                view_of(self.layout, out),
+                named(0, slots),
+                source_layout=self.layout,
+                dest_layer=None,
+                deadline_s=WAIT_S,
+                crcs=told,
+                sums=sums,
+            )
+            assert read.wait(WAIT_S) == 2
+            np.testing.assert_array_equal(sums[:2], crcs[:2])
+
     def test_a_block_that_is_overwritten_meanwhile_is_never_delivered(self, pair: Pair) -> None:
         stop = threading.Event()
         started = Collected()

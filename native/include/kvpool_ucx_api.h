@@ -71,6 +71,7 @@ typedef struct {
     const uint64_t *dest_blocks;
     size_t layers;
     const uint32_t *crcs; /* nullable [count, layers, heads]: expected instead of the owner's */
+    uint32_t *sums;       /* nullable, the same: filled in for the leading blocks that came */
     /* Flat bytes: `size` bytes at `remote_offset` of each slot to `local`. */
     const kvp_ucx_span *spans;
 } kvp_ucx_job;

@@ -134,6 +134,17 @@ static void lower(size_t *good, size_t to)
     *good = to < *good ? to : *good;
 }
 
+/* Tell the caller what the leading `good` blocks of an ask were checked against, `stride` of each. */
+static void tell_sums(const kvp_ucx_job *job, const kvp_ask *ask, const uint32_t *crcs,
+                      size_t stride, size_t good)
+{
+    size_t heads = job->shape->heads;
+    for (size_t i = 0; i < good; i++) {
+        memcpy(job->sums + ((ask->first + i) * job->layers + ask->layer) * heads,
+               crcs + i * stride, ask->layers * heads * sizeof(*crcs));
+    }
+}
+
 static void copy_blocks(kvp_read *read, const kvp_ask *ask, uintptr_t window)
 {
     const kvp_ucx_job *job = &read->job;
@@ -165,6 +176,9 @@ static void copy_blocks(kvp_read *read, const kvp_ask *ask, uintptr_t window)
     } else if (status != KVP_OK) {
         /* KVP_INVALID ends connections, and a wrong destination is not the peer's doing. */
         read->stop = KVP_SYSTEM;
+    }
+    if (job->sums != NULL && read->stop == KVP_OK) {
+        tell_sums(job, ask, crcs, crc_stride, bad);
     }
 }
 

@@ -37,6 +37,7 @@ class _TrustingEndpoint(LossyEndpoint):
         dest_layer: int | None,
         deadline_s: float,
         crcs: Crcs | None = None,
+        sums: Crcs | None = None,
     ) -> Completion[int]:
         inner = super().read_blocks(
             dest,
@@ -45,6 +46,7 @@ class _TrustingEndpoint(LossyEndpoint):
             dest_layer=dest_layer,
             deadline_s=deadline_s,
             crcs=crcs,
+            sums=sums,
         )
         outer: CompletionSource[int] = CompletionSource()
 

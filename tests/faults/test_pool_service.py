@@ -44,6 +44,7 @@ from kvpool.metrics import Metrics
 from kvpool.server.holdings import Holdings
 from kvpool.server.service import PoolService
 from kvpool.testing.blocks import view_of
+from kvpool.testing.pair import empty, flip
 from kvpool.transfer.host import HostTransport
 from tests.faults.pool_client import LAYOUT, PATIENT, WAIT_S, blocks_of, chain_of
 from tests.server_process import until
@@ -213,7 +214,6 @@ def test_a_store_that_fits_is_kept(storer: Storer, watcher: RemotePool) -> None:
         {"hashes": b"x" * (BLOCKS * HASH_BYTES - 1)},
         {"hashes": b"x" * (BLOCKS + 1) * HASH_BYTES},
         {"ancestors": b"short"},
-        {"crcs": b""},
         {"crcs": b"xyz"},
         {"slots": [0, 1]},
         {"slots": [0, 1, 2, BLOCKS]},
@@ -245,6 +245,31 @@ def test_blocks_that_do_not_sum_to_what_was_told_are_not_kept(
     assert reply.refused
     assert watcher.match(chain).blocks == 2
     assert watcher.stats().free == SLOTS - 2
+
+
+def test_blocks_that_do_not_sum_to_what_their_slots_say_are_not_kept(
+    storer: Storer, watcher: RemotePool
+) -> None:
+    chain = chain_of(watcher, 1, BLOCKS)
+    flip(storer.arena, storer.slots[2], LAYOUT.block_bytes // 2)
+    reply = storer.store(storer.request(chain.hashes, crcs=b""))
+    assert isinstance(reply, protocol.StoreReply)
+    assert (reply.stored, reply.new) == (2, 2)
+    assert watcher.match(chain).blocks == 2
+
+
+def test_a_store_is_kept_with_the_checksums_that_its_slots_say(
+    storer: Storer, watcher: RemotePool
+) -> None:
+    chain = chain_of(watcher, 1, BLOCKS)
+    reply = storer.store(storer.request(chain.hashes, crcs=b""))
+    assert reply == protocol.StoreReply(stored=BLOCKS, new=BLOCKS, refused="")
+    out = empty(LAYOUT, BLOCKS)
+    with watcher.lease(watcher.match(chain), WAIT_S) as lease:
+        # The reader looks whether the bytes sum to what the server keeps.
+        loaded = watcher.load(lease, view_of(LAYOUT, out), deadline_s=WAIT_S).wait(WAIT_S)
+    assert loaded == BLOCKS
+    np.testing.assert_array_equal(out, blocks_of(1, BLOCKS))
 
 
 def test_slots_of_another_life_are_not_kept(storer: Storer, watcher: RemotePool) -> None:

@@ -2,11 +2,14 @@
 
 import threading
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
-from kvpool.client.rpc import Caller
+from kvpool.client import protocol
+from kvpool.client.rpc import Asked, Caller, Method, Reply, Request
 from kvpool.client.staging import Batch, Staging
 from kvpool.completion import Deadline
 from kvpool.errors import (
@@ -16,7 +19,9 @@ from kvpool.errors import (
     PeerUnreachableError,
     TransferTimeoutError,
 )
+from kvpool.memory import copy_blocks
 from kvpool.testing.blocks import SMALL_LAYOUT, payload, view_of
+from kvpool.testing.pair import empty
 from kvpool.transfer.loopback import LoopbackNetwork, LoopbackTransport
 
 SLOTS = 2
@@ -37,6 +42,7 @@ class _Nobody:
     """A server that shows that it was asked."""
 
     client = b"nobody"
+    slots_tell_sums = True
 
     @property
     def caller(self) -> Caller:
@@ -46,10 +52,36 @@ class _Nobody:
         pass
 
 
+class _Kept(Caller):
+    """Keeps the request of a store."""
+
+    request: protocol.StoreRequest | None = None
+
+    def ask(
+        self, method: Method[Request, Reply], request: Request, timeout_s: float
+    ) -> Asked[Reply]:
+        assert isinstance(request, protocol.StoreRequest)
+        self.request = request
+        raise _Asked
+
+
+@dataclass
+class _Server:
+    """A server of an old or a new version."""
+
+    caller: _Kept
+    slots_tell_sums: bool
+    client: bytes = b"server"
+
+    def close(self) -> None:
+        pass
+
+
 class _Silent:
     """A server that does not answer in time, and notes how many slots are free when its path is closed."""
 
     client = b"silent"
+    slots_tell_sums = True
 
     def __init__(self, staging: Staging, error: KVPoolError) -> None:
         self.staging, self.error = staging, error
@@ -78,6 +110,29 @@ def test_no_slot_until_the_deadline(staging: Staging) -> None:
         staging.send(_Nobody(), BATCH, Deadline(0.05), 1.0)
     staging.arena.release(held)
     assert staging.arena.counts().free == SLOTS
+
+
+@pytest.mark.parametrize("slots_tell_sums", [False, True])
+def test_checksums_are_sent_to_who_does_not_ask_the_slots(
+    staging: Staging, slots_tell_sums: bool
+) -> None:
+    with closing(_Kept("unix:/nobody")) as kept:
+        with pytest.raises(_Asked):
+            staging.send(_Server(kept, slots_tell_sums), BATCH, Deadline(PATIENCE_S), 1.0)
+        assert kept.request is not None
+        sent = np.frombuffer(kept.request.crcs, dtype="<u4")
+    told = copy_blocks(view_of(SMALL_LAYOUT, empty(SMALL_LAYOUT, SLOTS)), BATCH.source)
+    np.testing.assert_array_equal(sent, [] if slots_tell_sums else told.ravel())
+
+
+def test_slots_are_named_in_the_order_in_which_they_lie(staging: Staging) -> None:
+    """Beside each other they go over a network in one piece; an arena hands out the last one first."""
+    with closing(_Kept("unix:/nobody")) as kept:
+        for _ in range(3):
+            with pytest.raises(_Asked):
+                staging.send(_Server(kept, True), BATCH, Deadline(PATIENCE_S), 1.0)
+            assert kept.request is not None
+            assert list(kept.request.slots) == list(range(SLOTS))
 
 
 def test_stop_ends_the_wait(staging: Staging) -> None:
