@@ -55,6 +55,10 @@ class Outcome:
         matching: NDArray[np.bool_] = self.results == result
         return matching
 
+    def whole(self) -> bool:
+        """Say whether all slots are done, and durable if they were written."""
+        return self.durable and not self.results.any()  # DONE is 0
+
     def leading(self) -> int:
         """Count the leading slots that are done."""
         wrong = np.flatnonzero(self.results != lib.KVP_SLOT_DONE)

@@ -4,7 +4,8 @@ Owns the numbers and their lock. Who calls it: the parts of the tier, and whoeve
 """
 
 import threading
-from dataclasses import dataclass, replace
+from collections import Counter
+from dataclasses import dataclass
 
 from kvpool.tiers.ssd_recovery import Recovery
 
@@ -50,14 +51,14 @@ class SsdCounts:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._numbers = SsdNumbers()
+        self._sums: Counter[str] = Counter()
 
     def add(self, **more: int) -> None:
         """Add to the counts that are named."""
         with self._lock:
-            sums = {name: getattr(self._numbers, name) + count for name, count in more.items()}
-            self._numbers = replace(self._numbers, **sums)
+            self._sums.update(more)
 
     def numbers(self) -> SsdNumbers:
         """Return a consistent snapshot."""
-        return self._numbers
+        with self._lock:
+            return SsdNumbers(**self._sums)

@@ -136,7 +136,8 @@ class SsdWriter:
         try:
             if self._ended:
                 raise ClosedError("the tier is closed", tier="ssd")
-            self._reap(device)
+            if self._late:  # which changes in a turn alone
+                self._reap(device)
             self._tidy(device, deadline)
             yield
         finally:
@@ -144,6 +145,8 @@ class SsdWriter:
 
     def _tidy(self, device: SsdDevice, deadline: Deadline) -> None:
         """Erase headers that may be half written: before any intent that may not name their slots."""
+        if not (self._dirty or self._bad):  # which change in a turn alone
+            return
         with self._lock:
             dirty = np.array(sorted(self._dirty | self._bad.keys()), dtype=np.uint32)
         for begin in range(0, len(dirty), ERASE_SLOTS_MAX):
@@ -213,6 +216,8 @@ class SsdWriter:
                     return done
                 if not new:
                     return done
+                if new == len(blocks) - done:  # nothing more needs room
+                    return len(blocks)
         finally:
             for slots in held:
                 self._ledger.unpin(slots)
@@ -248,13 +253,18 @@ class SsdWriter:
             except BaseException:  # Ctrl-C: the kernel may be at some slots, and others be written
                 self._note_failures(run, Outcome(results, False, True, False, 0))
                 raise
-            self._note_failures(run, outcome)
-            done[fresh] = outcome.are(lib.KVP_SLOT_DONE) & outcome.durable
-            stored = Listing(slots, blocks.keys, blocks.parents).take(done)
-            new[done] = self._ledger.commit(stored.slots, stored.keys, stored.parents)
-            self._index.put(stored.take(new[done]))
-            if not new[done].all():  # the same key twice: a header of a block that lies elsewhere
-                self._ledger.mark(_take(stored.slots, ~new[done]).indices, stale=True)
+            stored = Listing(slots, blocks.keys, blocks.parents)
+            if outcome.whole() and run is slots:
+                done[:] = True
+            else:
+                self._note_failures(run, outcome)
+                done[fresh] = outcome.are(lib.KVP_SLOT_DONE) & outcome.durable
+                stored = stored.take(done)
+            added = self._ledger.commit(stored.slots, stored.keys, stored.parents)
+            new[done] = added
+            self._index.put(stored.take(added))
+            if not added.all():  # the same key twice: a header of a block that lies elsewhere
+                self._ledger.mark(_take(stored.slots, ~added).indices, stale=True)
         finally:
             if not done.all():
                 self._ledger.release(_take(slots, ~done))
@@ -280,10 +290,9 @@ class SsdWriter:
         the next writes are likely to take, which then need none.
         """
         late = np.array(sorted(self._late.keys() | self._bad.keys()), dtype=np.uint32)
-        named = np.concatenate([run.indices, late])
-        if device.named(named):
+        if device.named(np.concatenate([run.indices, late]) if len(late) else run.indices):
             return late
-        room = lib.KVP_SSD_INTENT_SLOTS - len(named)
+        room = lib.KVP_SSD_INTENT_SLOTS - len(run) - len(late)
         return np.concatenate([late, self._ledger.ahead(min(self._ahead, room))])
 
     def _write_some(self, device: SsdDevice, blocks: "Incoming", deadline: Deadline) -> int:

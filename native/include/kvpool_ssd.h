@@ -113,6 +113,9 @@ typedef struct batch {
     bool shut;    /* WRITE: prepare slots, and put none on the disk yet */
     size_t next;  /* first job that nobody has taken */
     size_t limit; /* first job that nobody may take yet: the threads are there for others, too */
+    size_t width; /* jobs under way at once, at most; 0: as many as there are threads */
+    size_t taken; /* jobs under way */
+    bool queued;
     size_t ended; /* jobs */
     int error;    /* the first errno */
     struct batch *later;
@@ -120,7 +123,7 @@ typedef struct batch {
 
 typedef struct {
     kvp_ssd *ssd;
-    uint8_t *buffer; /* slot_bytes */
+    uint8_t *buffer; /* slot_bytes; of a job, until it has ended */
     batch *batch;    /* null: idle, or the caller has given up */
     size_t index;
     job_kind kind;
@@ -153,7 +156,9 @@ struct kvp_ssd {
     size_t fd_count; /* of the segments */
     size_t opened;   /* all: behind them the intent file, and the lock */
     int *fds;
-    uint8_t *map, *buffers;
+    uint8_t *map;
+    uint8_t **spare; /* buffers that no worker has: the last one is the one that was used last */
+    size_t spare_count;
     size_t waiting_for_touch; /* callers that give up, and wait until nobody touches their memory */
     slot_life *settled; /* room for 4 a thread */
     worker workers[];
@@ -165,6 +170,9 @@ kvp_slot_result kvp_ssd_job(worker *self, bool whole, int *error);
 /* ssd_io.c. */
 /* How many late writes may wait to be taken by kvp_ssd_settled. */
 size_t kvp_ssd_settled_max(const kvp_ssd *ssd);
+/* How many slots are written at once, so that what was copied is in the cache when it is sent; 0 if a
+ * slot is too large for that. */
+size_t kvp_ssd_write_width(const kvp_ssd_geometry *geometry);
 struct timespec kvp_ssd_deadline(uint64_t timeout_ns);
 /* Hand a batch to the threads. Its first job is taken after those of batches begun before it. */
 void kvp_ssd_begin(kvp_ssd *ssd, batch *mine);

@@ -23,7 +23,7 @@ typedef struct {
     const kvp_view *src;
     size_t dst_row_stride[2];
     size_t src_row_stride[2];
-    bool streaming;
+    bool streaming, near;
 } block_walk;
 
 static bool add_product(size_t *sum, size_t count, size_t stride)
@@ -62,6 +62,8 @@ static uint32_t copy_run(const block_walk *walk, uint32_t crc, uint8_t *dst, con
 {
     if (walk->streaming)
         return kvp_crc32c_stream(crc, dst, src, size, next);
+    if (walk->near)
+        return kvp_crc32c_near(crc, dst, src, size, next);
     return kvp_crc32c_copy(crc, dst, src, size);
 }
 
@@ -166,10 +168,12 @@ kvp_status kvp_copy_check(const kvp_shape *shape, const kvp_view *dst, const uin
                : KVP_INVALID;
 }
 
-kvp_status kvp_copy_blocks(const kvp_shape *shape, const kvp_view *dst, const uint64_t *dst_blocks,
-                           const kvp_view *src, const uint64_t *src_blocks, size_t block_count,
-                           size_t layer_begin, size_t layer_end, const uint32_t *crc_expected,
-                           uint32_t *crc_out, size_t crc_block_stride, size_t *bad_block)
+/* `near`: never past the cache. */
+static kvp_status copy_blocks(bool near, const kvp_shape *shape, const kvp_view *dst,
+                              const uint64_t *dst_blocks, const kvp_view *src,
+                              const uint64_t *src_blocks, size_t block_count, size_t layer_begin,
+                              size_t layer_end, const uint32_t *crc_expected, uint32_t *crc_out,
+                              size_t crc_block_stride, size_t *bad_block)
 {
     kvp_status status =
         kvp_copy_check(shape, dst, dst_blocks, src, src_blocks, block_count, layer_begin, layer_end,
@@ -181,7 +185,8 @@ kvp_status kvp_copy_blocks(const kvp_shape *shape, const kvp_view *dst, const ui
         return KVP_OK;
     block_walk walk = plan_walk(shape, dst, src, layer_end - layer_begin);
     size_t block_bytes = walk.layers * shape->heads * shape->tokens * (shape->k_row_bytes + shape->v_row_bytes);
-    walk.streaming = block_bytes >= STREAMING_BYTES_MIN / block_count;
+    walk.near = near;
+    walk.streaming = !near && block_bytes >= STREAMING_BYTES_MIN / block_count;
     const size_t dst_first = dst->base + layer_begin * dst->layer_stride;
     const size_t src_first = src->base + layer_begin * src->layer_stride;
     size_t block = 0;
@@ -201,6 +206,25 @@ kvp_status kvp_copy_blocks(const kvp_shape *shape, const kvp_view *dst, const ui
         kvp_crc32c_stream_end();
     *bad_block = block;
     return block == block_count ? KVP_OK : KVP_CORRUPT;
+}
+
+kvp_status kvp_copy_blocks(const kvp_shape *shape, const kvp_view *dst, const uint64_t *dst_blocks,
+                           const kvp_view *src, const uint64_t *src_blocks, size_t block_count,
+                           size_t layer_begin, size_t layer_end, const uint32_t *crc_expected,
+                           uint32_t *crc_out, size_t crc_block_stride, size_t *bad_block)
+{
+    return copy_blocks(false, shape, dst, dst_blocks, src, src_blocks, block_count, layer_begin,
+                       layer_end, crc_expected, crc_out, crc_block_stride, bad_block);
+}
+
+kvp_status kvp_copy_blocks_near(const kvp_shape *shape, const kvp_view *dst,
+                                const uint64_t *dst_blocks, const kvp_view *src,
+                                const uint64_t *src_blocks, size_t block_count, size_t layer_begin,
+                                size_t layer_end, const uint32_t *crc_expected, uint32_t *crc_out,
+                                size_t crc_block_stride, size_t *bad_block)
+{
+    return copy_blocks(true, shape, dst, dst_blocks, src, src_blocks, block_count, layer_begin,
+                       layer_end, crc_expected, crc_out, crc_block_stride, bad_block);
 }
 
 kvp_status kvp_copy_spans(const uintptr_t *dst, const uintptr_t *src, const size_t *sizes,

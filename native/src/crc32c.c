@@ -5,6 +5,7 @@
  * folding with carry-less products of four words at once.
  *
  * A polynomial of degree < 32 is a uint32 whose bit 31 is the coefficient of x^0. */
+#include <stdbool.h>
 #include <string.h>
 
 #include "kvpool_crc32c.h"
@@ -67,6 +68,7 @@ static uint32_t update_portable(uint32_t crc, const uint8_t *src, size_t size)
 
 static update_fn *update = update_portable;
 static stream_fn *stream; /* null: this CPU cannot */
+static stream_fn *near;   /* null: this CPU cannot */
 
 #if defined(__x86_64__)
 /* A lane of the three is at most this many 64-byte lines: 8064 bytes together, inside L1. */
@@ -217,11 +219,24 @@ FOLD_INLINE __m256i folds_of(size_t n)
     return _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)folds[n]));
 }
 
-FOLD_INLINE __m256i stream_vector(uint8_t *dst, const uint8_t *src)
+/* Past the cache, unless it is to stay `in` it. */
+FOLD_INLINE __m256i move_vector(uint8_t *dst, const uint8_t *src, bool in)
 {
     __m256i vector = _mm256_loadu_si256((const __m256i *)(const void *)src);
-    _mm256_stream_si256((__m256i *)(void *)dst, vector);
+    if (in)
+        _mm256_store_si256((__m256i *)(void *)dst, vector);
+    else
+        _mm256_stream_si256((__m256i *)(void *)dst, vector);
     return vector;
+}
+
+/* What is too short, or not aligned, for whole vectors. */
+FOLD_INLINE uint32_t move_few(uint32_t crc, uint8_t *dst, const uint8_t *src, size_t size, bool in)
+{
+    if (!in)
+        return take_few(crc, dst, src, size);
+    memcpy(dst, src, size);
+    return take_few(crc, NULL, dst, size);
 }
 
 /* The CRC of the bytes that the registers stand for. */
@@ -241,13 +256,13 @@ FOLD_INLINE uint32_t unfold(__m256i sums[FOLD_VECTORS])
     return (uint32_t)_mm_crc32_u64(crc, (uint64_t)_mm_extract_epi64(high, 1));
 }
 
-FOLD static uint32_t stream_folding(uint32_t crc, uint8_t *dst, const uint8_t *src, size_t size,
-                                    const uint8_t *next)
+FOLD_INLINE uint32_t copy_folding(uint32_t crc, uint8_t *dst, const uint8_t *src, size_t size,
+                                  const uint8_t *next, bool in)
 {
     size_t before = (size_t)-(uintptr_t)dst % LINE_BYTES;
     if (before > size)
         before = size;
-    crc = take_few(crc, dst, src, before);
+    crc = move_few(crc, dst, src, before, in);
     dst += before;
     src += before;
     size -= before;
@@ -255,7 +270,7 @@ FOLD static uint32_t stream_folding(uint32_t crc, uint8_t *dst, const uint8_t *s
         const __m256i by = folds_of(4);
         __m256i sums[FOLD_VECTORS];
         for (size_t i = 0; i < FOLD_VECTORS; i++)
-            sums[i] = stream_vector(dst + i * VECTOR_BYTES, src + i * VECTOR_BYTES);
+            sums[i] = move_vector(dst + i * VECTOR_BYTES, src + i * VECTOR_BYTES, in);
         sums[0] = _mm256_xor_si256(sums[0], _mm256_zextsi128_si256(_mm_cvtsi32_si128((int)crc)));
         size_t at = FOLD_BYTES;
         for (; at + FOLD_BYTES <= size; at += FOLD_BYTES) {
@@ -274,15 +289,27 @@ FOLD static uint32_t stream_folding(uint32_t crc, uint8_t *dst, const uint8_t *s
 #pragma GCC unroll 8
             for (size_t i = 0; i < FOLD_VECTORS; i++)
                 sums[i] = fold(sums[i], by,
-                               stream_vector(dst + at + i * VECTOR_BYTES,
-                                             src + at + i * VECTOR_BYTES));
+                               move_vector(dst + at + i * VECTOR_BYTES,
+                                           src + at + i * VECTOR_BYTES, in));
         }
         crc = unfold(sums);
         dst += at;
         src += at;
         size -= at;
     }
-    return take_few(crc, dst, src, size);
+    return move_few(crc, dst, src, size, in);
+}
+
+FOLD static uint32_t stream_folding(uint32_t crc, uint8_t *dst, const uint8_t *src, size_t size,
+                                    const uint8_t *next)
+{
+    return copy_folding(crc, dst, src, size, next, false);
+}
+
+FOLD static uint32_t near_folding(uint32_t crc, uint8_t *dst, const uint8_t *src, size_t size,
+                                  const uint8_t *next)
+{
+    return copy_folding(crc, dst, src, size, next, true);
 }
 #endif
 
@@ -318,8 +345,10 @@ __attribute__((constructor)) static void prepare(void)
         update = update_sse42;
         if (__builtin_cpu_supports("avx2"))
             stream = stream_avx2;
-        if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("vpclmulqdq"))
+        if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("vpclmulqdq")) {
             stream = stream_folding;
+            near = near_folding;
+        }
     }
 #endif
 }
@@ -352,6 +381,14 @@ uint32_t kvp_crc32c_stream(uint32_t crc, uint8_t *dst, const uint8_t *src, size_
     if (stream == NULL || ((uintptr_t)dst & 7) != 0)
         return kvp_crc32c_copy(crc, dst, src, size);
     return ~stream(~crc, dst, src, size, next);
+}
+
+uint32_t kvp_crc32c_near(uint32_t crc, uint8_t *dst, const uint8_t *src, size_t size,
+                         const uint8_t *next)
+{
+    if (near == NULL)
+        return kvp_crc32c_copy(crc, dst, src, size);
+    return ~near(~crc, dst, src, size, next);
 }
 
 void kvp_crc32c_stream_end(void)

@@ -11,6 +11,16 @@
 
 #include "kvpool_ssd.h"
 
+/* What is copied and not on the disk yet, of writes, at most: a part of a CPU's last cache, which the
+ * bytes are then sent from; enough to keep a disk busy (decision 0008). */
+enum { STAGED_BYTES = 9 << 20 };
+
+size_t kvp_ssd_write_width(const kvp_ssd_geometry *geometry)
+{
+    const size_t width = STAGED_BYTES / geometry->slot_bytes;
+    return width < 2 ? 0 : width;
+}
+
 /* Whether every slot lies in the store. */
 static bool fit(const kvp_ssd *ssd, const uint32_t *slots, size_t count)
 {
@@ -171,6 +181,7 @@ kvp_status kvp_ssd_write(kvp_ssd *ssd, const uint32_t *slots, const uint64_t *ge
         return status;
     const struct timespec deadline = kvp_ssd_deadline(timeout_ns);
     batch mine = {.kind = WRITE,
+                  .width = kvp_ssd_write_width(&ssd->geometry),
                   .shut = !kvp_ssd_named(ssd, slots, count + also),
                   .slots = slots,
                   .generations = generations,

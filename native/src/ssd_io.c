@@ -28,6 +28,24 @@ size_t kvp_ssd_settled_max(const kvp_ssd *ssd)
     return 4 * ssd->geometry.threads;
 }
 
+/* Whether one more thread may work at a batch. Locked. */
+static bool wants_one(const batch *mine)
+{
+    return mine->next < mine->limit && (mine->width == 0 || mine->taken < mine->width);
+}
+
+/* Put a batch behind the others. Locked. */
+static void queue(kvp_ssd *ssd, batch *mine)
+{
+    mine->queued = true;
+    mine->later = NULL;
+    if (ssd->last == NULL)
+        ssd->first = mine;
+    else
+        ssd->last->later = mine;
+    ssd->last = mine;
+}
+
 /* Take the next job of the first batch, which then waits behind the others. Locked. */
 static void take_job(kvp_ssd *ssd, worker *self)
 {
@@ -43,18 +61,14 @@ static void take_job(kvp_ssd *ssd, worker *self)
         memcpy(self->name.key, mine->keys + self->index * KVP_NAME_BYTES, KVP_NAME_BYTES);
     if (mine->parents != NULL)
         memcpy(self->name.parent, mine->parents + self->index * KVP_NAME_BYTES, KVP_NAME_BYTES);
-    const bool more = mine->next < mine->limit;
-    if (mine->later == NULL) {
-        if (!more)
-            ssd->first = ssd->last = NULL;
-        return;
-    }
+    self->buffer = ssd->spare[--ssd->spare_count]; /* there are as many as threads */
+    mine->taken++;
+    mine->queued = false;
     ssd->first = mine->later;
-    mine->later = NULL;
-    if (more) {
-        ssd->last->later = mine;
-        ssd->last = mine;
-    }
+    if (ssd->first == NULL)
+        ssd->last = NULL;
+    if (wants_one(mine))
+        queue(ssd, mine);
 }
 
 /* Tell the caller, or those who ask for what has ended late. Locked. */
@@ -62,12 +76,19 @@ static void tell(kvp_ssd *ssd, worker *self, kvp_slot_result result, int error)
 {
     batch *mine = self->batch;
     self->batch = NULL;
+    ssd->spare[ssd->spare_count++] = self->buffer;
     if (mine != NULL) {
         mine->results[self->index] = (uint8_t)result;
         if (mine->error == 0)
             mine->error = error;
+        mine->taken--;
         if (++mine->ended == mine->count)
             pthread_cond_broadcast(&ssd->ended);
+        if (mine->queued || !wants_one(mine))
+            return;
+        if (ssd->first != NULL) /* which this thread takes next */
+            pthread_cond_signal(&ssd->work);
+        queue(ssd, mine);
         return;
     }
     if (!self->begun)
@@ -104,6 +125,7 @@ static void release(kvp_ssd *ssd)
     pthread_cond_destroy(&ssd->opened_gate);
     pthread_mutex_destroy(&ssd->mutex);
     free(ssd->fds);
+    free(ssd->spare);
     free(ssd->settled);
     free(ssd);
 }
@@ -148,6 +170,7 @@ struct timespec kvp_ssd_deadline(uint64_t timeout_ns)
 static void give_up(kvp_ssd *ssd, batch *mine)
 {
     batch *before = NULL;
+    mine->limit = mine->next; /* who ends a job while this waits takes no other one */
     for (batch *at = ssd->first; at != NULL; before = at, at = at->later) {
         if (at != mine)
             continue;
@@ -177,17 +200,12 @@ static void give_up(kvp_ssd *ssd, batch *mine)
 /* Have the threads take jobs up to `limit`. Locked. */
 static void allow(kvp_ssd *ssd, batch *mine, size_t limit)
 {
-    const bool queued = mine->next < mine->limit;
-    const size_t more = limit - mine->limit;
+    size_t more = limit - mine->limit;
     mine->limit = limit;
-    if (more == 0)
-        return;
-    if (!queued && ssd->last == NULL)
-        ssd->first = mine;
-    else if (!queued)
-        ssd->last->later = mine;
-    if (!queued)
-        ssd->last = mine;
+    if (!mine->queued && wants_one(mine))
+        queue(ssd, mine);
+    if (mine->width > 0 && more > mine->width)
+        more = mine->width;
     if (more >= ssd->geometry.threads)
         pthread_cond_broadcast(&ssd->work);
     else
@@ -232,18 +250,23 @@ kvp_status kvp_ssd_finish(kvp_ssd *ssd, batch *mine, const struct timespec *dead
 }
 
 /* Staging buffers from a huge page's boundary on, in huge pages where the system has them: the
- * kernel pins memory for direct I/O page by page. Null if there is no memory. */
-static uint8_t *map_buffers(kvp_ssd *ssd)
+ * kernel pins memory for direct I/O page by page. False if there is no memory. */
+static bool map_buffers(kvp_ssd *ssd)
 {
+    ssd->spare = malloc(ssd->geometry.threads * sizeof *ssd->spare);
+    if (ssd->spare == NULL)
+        return false;
     void *map = mmap(NULL, buffers_bytes(ssd), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS,
                      -1, 0);
     if (map == MAP_FAILED)
-        return NULL;
+        return false;
     ssd->map = map;
     madvise(map, buffers_bytes(ssd), MADV_HUGEPAGE);
     uint8_t *first = ssd->map + (HUGE_PAGE_BYTES - (uintptr_t)map % HUGE_PAGE_BYTES);
     memset(first, 0, ssd->geometry.threads * ssd->geometry.slot_bytes); /* touched now, not later */
-    return first;
+    for (; ssd->spare_count < ssd->geometry.threads; ssd->spare_count++)
+        ssd->spare[ssd->spare_count] = first + ssd->spare_count * ssd->geometry.slot_bytes;
+    return true;
 }
 
 /* Take one more descriptor for `release` to close; false if there is none. */
@@ -271,7 +294,6 @@ static bool start(kvp_ssd *ssd)
         pthread_t thread;
         worker *self = &ssd->workers[started];
         self->ssd = ssd;
-        self->buffer = ssd->buffers + started * ssd->geometry.slot_bytes;
         if (pthread_create(&thread, &detached, work, self) != 0)
             break;
         pthread_setname_np(thread, "kvpool-ssd");
@@ -306,10 +328,9 @@ kvp_status kvp_ssd_open(const kvp_ssd_geometry *geometry, const int *fds, size_t
     pthread_cond_init(&ssd->opened_gate, NULL);
     pthread_condattr_destroy(&monotonic);
     ssd->settled = calloc(kvp_ssd_settled_max(ssd), sizeof *ssd->settled);
-    ssd->fds = malloc((fd_count + 2) * sizeof *ssd->fds);
+    ssd->fds = calloc(fd_count + 2, sizeof *ssd->fds);
     ssd->fd_count = fd_count;
-    ssd->buffers = map_buffers(ssd);
-    bool whole = ssd->settled != NULL && ssd->fds != NULL && ssd->buffers != NULL;
+    bool whole = ssd->settled != NULL && ssd->fds != NULL && map_buffers(ssd);
     for (size_t i = 0; whole && i < fd_count; i++)
         whole = duplicate(ssd, fds[i]);
     whole = whole && duplicate(ssd, intent_fd) && duplicate(ssd, lock_fd);

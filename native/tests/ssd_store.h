@@ -3,6 +3,7 @@
 #ifndef KVPOOL_TEST_SSD_STORE_H
 #define KVPOOL_TEST_SSD_STORE_H
 
+#include "kvpool_copy.h"
 #include "ssd_kernel.h"
 
 enum { LAYERS = 3, HEADS = 2, TOKENS = 16, K_BYTES = 12, V_BYTES = 4, SLOTS = 8, THREADS = 3 };
@@ -69,6 +70,7 @@ static inline void wait_copying(size_t count)
 }
 
 #define kvp_copy_blocks held_copy
+#define kvp_copy_blocks_near held_copy
 #define pread fake_pread
 #define pwrite fake_pwrite
 #define fdatasync fake_fdatasync
@@ -77,6 +79,7 @@ static inline void wait_copying(size_t count)
 #undef pwrite
 #undef fdatasync
 #undef kvp_copy_blocks
+#undef kvp_copy_blocks_near
 
 /* ---- a store ---- */
 

@@ -98,15 +98,19 @@ static void test_layouts(void)
         uint32_t crcs[BLOCKS * LAYERS * 3], expected[BLOCKS * LAYERS * 3];
         size_t bad;
         copy_slowly(&shape, &slow.view, dst_blocks, &src.view, src_blocks, begin, expected);
-        CHECK(kvp_copy_blocks(&shape, &dst.view, dst_blocks, &src.view, src_blocks, BLOCKS, begin,
-                              LAYERS, expected, crcs, per_block, &bad) == KVP_OK);
+        kvp_status (*const copy)(const kvp_shape *, const kvp_view *, const uint64_t *,
+                                 const kvp_view *, const uint64_t *, size_t, size_t, size_t,
+                                 const uint32_t *, uint32_t *, size_t, size_t *) =
+            step % 16 < 8 ? kvp_copy_blocks : kvp_copy_blocks_near;
+        CHECK(copy(&shape, &dst.view, dst_blocks, &src.view, src_blocks, BLOCKS, begin, LAYERS,
+                   expected, crcs, per_block, &bad) == KVP_OK);
         CHECK(bad == BLOCKS);
         CHECK(!memcmp(dst.bytes, slow.bytes, dst.size)); /* gaps untouched, too */
         CHECK(!memcmp(crcs, expected, BLOCKS * per_block * sizeof *crcs));
         size_t damaged = random_below(BLOCKS * per_block);
         expected[damaged] ^= 1;
-        CHECK(kvp_copy_blocks(&shape, &dst.view, dst_blocks, &src.view, src_blocks, BLOCKS, begin,
-                              LAYERS, expected, NULL, per_block, &bad) == KVP_CORRUPT);
+        CHECK(copy(&shape, &dst.view, dst_blocks, &src.view, src_blocks, BLOCKS, begin, LAYERS,
+                   expected, NULL, per_block, &bad) == KVP_CORRUPT);
         CHECK(bad == damaged / per_block);
         free(src.bytes);
         free(dst.bytes);

@@ -35,6 +35,9 @@ static void test_sizes(void)
         CHECK(kvp_crc32c_stream(start, dst, src, size, src) == slow);
         kvp_crc32c_stream_end();
         CHECK(!memcmp(src, dst, size) && dst[size] == 0x5a);
+        memset(dst, 0, size);
+        CHECK(kvp_crc32c_near(start, dst, src, size, src) == slow);
+        CHECK(!memcmp(src, dst, size) && dst[size] == 0x5a);
         if (size > 9) { /* a destination whose words straddle lines */
             CHECK(kvp_crc32c_stream(start, dst + 1, src + 1, size - 1, NULL) ==
                   ~update_portable(~start, src + 1, size - 1));
@@ -77,6 +80,9 @@ static void test_definition(void)
         CHECK(kvp_crc32c_stream((uint32_t)size, dst + to, src + from, length, NULL) == right);
         kvp_crc32c_stream_end();
         CHECK(!memcmp(dst + to, src + from, length) && dst[to + length] == 0);
+        memset(dst, 0, sizeof dst);
+        CHECK(kvp_crc32c_near((uint32_t)size, dst + to, src + from, length, NULL) == right);
+        CHECK(!memcmp(dst + to, src + from, length) && dst[to + length] == 0);
     }
     for (size_t from = 0; from < 64; from++) {
         const uint32_t right = by_definition(9, src + from, 777);
@@ -85,6 +91,9 @@ static void test_definition(void)
             CHECK(kvp_crc32c_copy(9, dst + to, src + from, 777) == right);
             kvp_crc32c_stream_end();
             CHECK(!memcmp(dst + to, src + from, 777));
+            memset(dst, 0, sizeof dst);
+            CHECK(kvp_crc32c_near(9, dst + to, src + from, 777, src) == right);
+            CHECK(!memcmp(dst + to, src + from, 777) && dst[to + 777] == 0);
         }
     }
 }

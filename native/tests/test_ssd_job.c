@@ -244,6 +244,57 @@ static void test_a_late_write_is_told_when_it_has_ended(void)
     closed(mine);
 }
 
+static void test_a_write_leaves_threads_to_others(void)
+{
+    store *mine = opened();
+    uint8_t read;
+    const kvp_view from = flat(mine->source[0]), to = flat(mine->dest[0]);
+    const struct timespec deadline = kvp_ssd_deadline(UINT64_C(60) * SECOND);
+    batch writes = {.kind = WRITE,
+                    .width = THREADS - 1,
+                    .slots = mine->slots,
+                    .generations = mine->lives,
+                    .keys = mine->keys[0],
+                    .parents = mine->parents[0],
+                    .view = &from,
+                    .blocks = mine->blocks,
+                    .results = mine->results,
+                    .count = SLOTS};
+    batch reads = {.kind = READ,
+                   .slots = mine->slots + SLOTS - 1,
+                   .generations = mine->lives + SLOTS - 1,
+                   .keys = mine->keys[SLOTS - 1],
+                   .view = &to,
+                   .blocks = mine->blocks + SLOTS - 1,
+                   .crcs = mine->crcs[0],
+                   .results = &read,
+                   .count = 1};
+    CHECK(write_all(mine, UINT64_C(60) * SECOND) == KVP_OK); /* an intent names them all */
+    set_hung(true);
+    kvp_ssd_begin(mine->ssd, &writes);
+    wait_hanging(THREADS - 1);
+    kvp_ssd_begin(mine->ssd, &reads);
+    wait_hanging(THREADS);
+    pthread_mutex_lock(&mine->ssd->mutex);
+    CHECK(writes.next == THREADS - 1 && writes.taken == THREADS - 1 && reads.taken == 1);
+    pthread_mutex_unlock(&mine->ssd->mutex);
+    set_hung(false);
+    CHECK(kvp_ssd_finish(mine->ssd, &writes, &deadline) == KVP_OK);
+    CHECK(kvp_ssd_finish(mine->ssd, &reads, &deadline) == KVP_OK && read == KVP_SLOT_DONE);
+    CHECK(count_results(mine, KVP_SLOT_DONE) == SLOTS);
+    CHECK(mine->ssd->spare_count == THREADS && writes.taken == 0);
+    closed(mine);
+}
+
+static void test_how_many_slots_are_written_at_once(void)
+{
+    kvp_ssd_geometry made = geometry();
+    made.slot_bytes = 2 << 20;
+    CHECK(kvp_ssd_write_width(&made) == 4);
+    made.slot_bytes = 32 << 20; /* no cache holds two */
+    CHECK(kvp_ssd_write_width(&made) == 0);
+}
+
 static void test_a_source_that_lies_is_not_written(void)
 {
     store *mine = opened();
@@ -362,6 +413,8 @@ int main(void)
     test_a_failing_disk_says_so();
     test_a_hung_read_ends_and_touches_nothing();
     test_a_late_write_is_told_when_it_has_ended();
+    test_a_write_leaves_threads_to_others();
+    test_how_many_slots_are_written_at_once();
     test_a_source_that_lies_is_not_written();
     test_intents_name_the_slots();
     test_slots_named_ahead_need_no_intent();
