@@ -120,12 +120,15 @@ class ClusterPool(BlockPool):
         try:
             while lease.blocks < match.blocks:
                 part = self._leaser.lease(lease, lease.blocks, match.blocks, set())
-                if part is None:
+                if part is None and sole is None:
                     with self._lock:
                         self._short_leases += 1
+                if part is None:
                     break
                 lease.parts.append(part)
                 lease.blocks = part.end
+                if sole is not None:
+                    break  # nobody else has more
         except BaseException:
             lease.close()
             raise

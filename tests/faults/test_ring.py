@@ -151,7 +151,7 @@ def test_with_one_server_who_knows_the_names_asks_it_alone() -> None:
 
 def _lease_by_names(pool: ClusterPool, number: int) -> None:
     assert store(pool, number) == StoreResult(BLOCKS, BLOCKS)
-    before = pool.stats().extra["lookups"]
+    before, missed = pool.stats().extra["lookups"], pool.stats().misses
     with pool.lease(Match(chain(pool, number), BLOCKS), WAIT_S) as lease:
         assert lease.blocks == BLOCKS
         assert pull(pool, lease, number) == BLOCKS
@@ -160,7 +160,9 @@ def _lease_by_names(pool: ClusterPool, number: int) -> None:
     longer = chain_of(pool, number, 2 * BLOCKS)
     with pool.lease(Match(longer, 2 * BLOCKS), WAIT_S) as lease:
         assert lease.blocks == BLOCKS
-    assert pool.stats().extra["lookups"] == before
+    stats = pool.stats()
+    assert stats.extra["lookups"] == before
+    assert (stats.extra["short_leases"], stats.misses - missed) == (0, 2 * BLOCKS)
     # What was not there is not remembered as missing: nobody had said that it was.
     assert store(pool, number + 1) == StoreResult(BLOCKS, BLOCKS)
     assert pool.match(chain(pool, number + 1)).blocks == BLOCKS
