@@ -17,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from kvpool.base import BlockPool, Chain, Match
+from kvpool.base import BlockPool, Chain
 from kvpool.block import BlockLayout, Namespace
 from kvpool.cli.bench import Timer
 from kvpool.cli.bench_tiers import aligned_room
@@ -152,16 +152,13 @@ class Prompts:
         return took_s
 
     def get(self) -> float:
-        """Lease, load and give back what was stored last; return seconds.
-
-        Without a match before, as Mooncake's get: the caller knows the names, and asks once for them.
-        """
+        """Match, lease, load and give back what was stored last; return seconds."""
         took_s = 0.0
         self._dest_room.view()[:] = bytes(self._dest_room.size)
         for number, chain in enumerate(self._chains):
             dest = self._to.take(number * self._blocks, (number + 1) * self._blocks)
             began = self._timer()
-            with self._pool.lease(Match(chain, len(chain)), _TIMEOUT_S) as lease:
+            with self._pool.lease(self._pool.match(chain), _TIMEOUT_S) as lease:
                 good = self._pool.load(lease, dest, deadline_s=_TIMEOUT_S).wait(_TIMEOUT_S)
             took_s += self._timer() - began
             if good != self._blocks:
