@@ -92,11 +92,9 @@ def test_headers_of_a_tenant_hold_no_call_for_long(monkeypatch: pytest.MonkeyPat
     async def story(scene: Scene) -> None:
         shown = {"authorization": f"Bearer {token_of('red')}"}
         with Http2(scene.port, WAIT_S) as silent:
-            begun = {silent.begin(STATS, **shown) for _ in range(SHARE)}
-            monkeypatch.setattr(rpc_service, "MESSAGE_TIMEOUT_S", 0.1)
-            begun |= {silent.begin(STATS, **shown) for _ in range(2 * SHARE)}
-            await scene.ask("blue")  # whatever red does
+            begun = {silent.begin(STATS, **shown) for _ in range(3 * SHARE)}
             await asyncio.to_thread(silent.wait_ended, begun)
+            monkeypatch.undo()
             await scene.ask("red")
 
     monkeypatch.setattr(rpc_service, "MESSAGE_TIMEOUT_S", 0.1)
@@ -192,6 +190,7 @@ def test_headers_of_health_checks_hold_no_call_for_long(monkeypatch: pytest.Monk
                     silent.begin(f"/grpc.health.v1.Health/{method}") for _ in range(3 * ASKING_MAX)
                 }
                 await asyncio.to_thread(silent.wait_ended, begun)
+            monkeypatch.undo()
             async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
                 stub = health_pb2_grpc.HealthStub(channel)
                 answer = await stub.Check(health_pb2.HealthCheckRequest(), timeout=WAIT_S)

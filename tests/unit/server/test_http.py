@@ -120,8 +120,11 @@ def keep_busy(scene: Scene, sent: bytes, count: int) -> list[socket.socket]:
 
 
 @pytest.mark.parametrize("sent", [b"", b"G", b"GET /healthz HTTP/1.1\r\nA: b\r\n"])
-def test_who_keeps_a_place_without_asking_gives_way(scene: Scene, sent: bytes) -> None:
+def test_who_keeps_a_place_without_asking_gives_way(
+    scene: Scene, sent: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """More connections than there are places, all of them too slow: who asks is answered at once."""
+    monkeypatch.setattr(http, "REQUEST_S", 2 * WAIT_S)
     busy = keep_busy(scene, sent, 3 * CONNECTIONS_MAX)
     try:
         for _ in range(3):
