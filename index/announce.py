@@ -284,7 +284,7 @@ class Announcer:
         if not names or (node in self._behind and kind == "stored"):
             return  # they are among what is told anew, behind what left
         told = self._pending.setdefault(node, {})
-        more = dict.fromkeys(names, kind)
+        more: dict[BlockHash, Kind] = dict.fromkeys(names, kind)
         for name in told.keys() & more.keys() if told else ():
             del told[name]
         told.update(more)
