@@ -21,7 +21,8 @@ from kvpool.client.rpc import Caller
 from kvpool.config import TransferConfig
 from kvpool.errors import UsageError
 from tests.hosts import Host, Hosts
-from tests.server_process import WAIT_S, ServerProcess, until
+from tests.server_process import WAIT_S, ServerProcess
+from tests.waiting import until
 
 # The suite asks what a pool holds: a busy machine must not turn an answer into a miss.
 PATIENT = TransferConfig(

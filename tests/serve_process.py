@@ -8,8 +8,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -22,6 +21,7 @@ from kvpool.client.rpc import Caller
 from kvpool.errors import KVPoolError
 from kvpool.integration.runtime.handoff import STATUS, Empty, WorkerStatus
 from tests.stopped import stop
+from tests.waiting import until
 
 # End a test that hangs; nothing here takes near as long, but a machine may be busy.
 START_S = 120.0
@@ -30,16 +30,6 @@ WAIT_S = 60.0
 # The only worker of a role may be called by the role.
 _FIRST = {"prefill": "p0", "decode": "d0"}
 _POOL_MODULE = "kvpool.server.main"
-
-
-def until(
-    condition: Callable[[], bool], what: str, why_not: Callable[[], str] = lambda: ""
-) -> None:
-    """Wait for a condition; the time only bounds a failing test, which ``why_not`` explains."""
-    give_up = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < give_up, f"not within {WAIT_S} s: {what} {why_not()}"
-        time.sleep(0.01)
 
 
 def demo_model_folder() -> Path:

@@ -6,8 +6,7 @@ import select
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -85,11 +84,3 @@ class ServerProcess:
         trace: TracebackType | None,
     ) -> None:
         self.stop()
-
-
-def until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for a condition; the time only bounds a failing test."""
-    give_up = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < give_up, f"{what} did not come true within {WAIT_S} s"
-        time.sleep(0.005)

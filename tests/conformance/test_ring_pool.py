@@ -15,7 +15,8 @@ from kvpool.testing.blocks import namespace, payload, view_of
 from kvpool.testing.pool_suite import SLOTS
 from tests.conformance.ring_suite import OverUcx, RingSuite, ring
 from tests.ring import PATIENT
-from tests.server_process import WAIT_S, until
+from tests.server_process import WAIT_S
+from tests.waiting import until
 
 __all__ = ["ring"]
 

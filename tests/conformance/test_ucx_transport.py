@@ -14,7 +14,7 @@ from kvpool.testing.transport_scene import TransportScene
 from kvpool.testing.transport_suite import TransportSuite
 from kvpool.transfer.base import Transport
 from kvpool.transfer.ucx import UcxTransport
-from tests.faults.peer import until
+from tests.waiting import until
 
 
 @pytest.mark.ucx

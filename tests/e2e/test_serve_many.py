@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from tests.serve_clients import Client, Question, Questions
-from tests.serve_process import Holdings, ServeProcess, until
+from tests.serve_process import Holdings, ServeProcess
 from tests.stopped import stop
 from tests.tiny_model import tiny_model
+from tests.waiting import until
 
 # What the requests of a test need is several times this.
 BLOCKS = 24

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.serve_process import START_S, WAIT_S, ServeProcess, alive, stopped, until
+from tests.serve_process import START_S, WAIT_S, ServeProcess, alive, stopped
 from tests.tiny_model import tiny_model
+from tests.waiting import until
 
 
 @pytest.fixture(scope="module")

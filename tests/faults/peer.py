@@ -10,14 +10,12 @@ import select
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Final
 
 import numpy as np
-import pytest
 
 from kvpool.arena import Arena, Slot
 from kvpool.block import BlockLayout
@@ -126,16 +124,6 @@ class Peer:
         with contextlib.suppress(BrokenPipeError):
             self._stdin.close()
         self._stdout.close()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for a condition."""
-    pause = threading.Event()
-    for _ in range(int(WAIT_S * 200)):
-        if condition():
-            return
-        pause.wait(0.005)
-    pytest.fail("the condition never came true")
 
 
 @contextlib.contextmanager

@@ -16,7 +16,8 @@ from kvpool.errors import KVPoolError, PeerUnreachableError, TransferTimeoutErro
 from kvpool.testing.pair import empty
 from kvpool.transfer.ucx import UcxTransport
 from tests.faults.owner import Owner
-from tests.faults.peer import LAYOUT, WAIT_S, Peer, until
+from tests.faults.peer import LAYOUT, WAIT_S, Peer
+from tests.waiting import until
 
 # Read at once: at 10 Mbit/s it takes three times SHORT_S.
 BLOCKS = 80

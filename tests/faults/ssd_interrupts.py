@@ -34,9 +34,9 @@ from tests.faults.ssd_scenes import (
     open_tier,
     raised,
     read,
-    wait_for,
     write,
 )
+from tests.waiting import until
 
 BLOCKS = 4
 A_WHILE_S = 1.0  # a deadline that is meant to pass, and not before Ctrl-C comes
@@ -49,7 +49,7 @@ def interrupts(waits: Callable[[], bool], count: int = 1) -> Generator[None, Non
     """Press Ctrl-C once what is run here waits; it must end by that."""
 
     def press() -> None:
-        wait_for(waits)
+        until(waits)
         for _ in range(count):
             os.kill(os.getpid(), signal.SIGINT)
 
@@ -107,7 +107,7 @@ def write_in_vain(tier: SsdTier) -> None:
 
 def at_rest(tier: SsdTier) -> None:
     """Wait until nothing is out: every slot is free or holds a block."""
-    wait_for(lambda: tier.stats().quarantined == 0)
+    until(lambda: tier.stats().quarantined == 0)
     stats = tier.stats()
     assert (stats.reserved, stats.pins, stats.free + stats.ready) == (0, 0, stats.slots)
 
@@ -205,7 +205,7 @@ def a_pool_that_is_left(folder: Path) -> None:
             assert served(again, 2) in range(BLOCKS + 1)
         return True
 
-    wait_for(opens)
+    until(opens)
 
 
 SCENES = (a_write_of_the_tier, a_durable_store, a_pool_that_is_left)

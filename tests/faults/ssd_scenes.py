@@ -32,6 +32,7 @@ from kvpool.tiers.ssd import SsdTier
 from kvpool.tiers.ssd_device import intent_slots
 from kvpool.tiers.ssd_files import read_superblock
 from kvpool.tiers.ssd_format import INTENT_FILE, slot_bytes
+from tests.waiting import until
 
 SLOTS, THREADS = 16, 3
 READS, WRITES, SYNCS = range(3)
@@ -45,14 +46,6 @@ _libc = ctypes.CDLL(None)
 def fault(operation: int, what: int, *, after: int = 0, files: str = "segment") -> None:
     """Make the disk fail; 0 makes it well."""
     _libc.disk_fault(operation, what, after, files.encode())
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    """Wait for something that must come."""
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come"
-        time.sleep(0.001)
 
 
 def open_tier(folder: Path, timeout_s: float = PATIENCE_S) -> SsdTier:
@@ -172,7 +165,7 @@ def a_bad_place(folder: Path) -> None:
     assert (tier.stats().quarantined, tier.stats().ready) == (1, SLOTS - 1)
     leave(tier)
     del tier
-    wait_for(lambda: gc.collect() >= 0 and not locked(folder))
+    until(lambda: gc.collect() >= 0 and not locked(folder))
     with opened() as tier:
         assert tier.recovery.source == "headers"
         assert read(tier, 145, 5) == 5
@@ -255,7 +248,7 @@ def reads_that_hang(folder: Path) -> None:
         assert read(tier, 0, 8, SOON_S) == 0  # no thread is left, and still it ends
         raised(TransferTimeoutError, lambda: write(tier, 20, 1, SOON_S))
         fault(READS, 0)
-        wait_for(lambda: tier.ssd_stats().late_threads == 0)
+        until(lambda: tier.ssd_stats().late_threads == 0)
         assert not out.any()
         good, _ = tier.read(slots, view_of(SMALL_LAYOUT, out), deadline_s=PATIENCE_S)
         assert good == 8
@@ -282,7 +275,7 @@ def writes_that_hang(folder: Path) -> None:
         for slot in reserved:
             tier.abort(slot)
         fault(WRITES, 0)
-        wait_for(lambda: tier.stats().quarantined == 0)
+        until(lambda: tier.stats().quarantined == 0)
         for first in range(1000, 1050, 5):
             assert write(tier, first, 5) == 5
             assert read(tier, first, 5) == 5
@@ -302,7 +295,7 @@ def an_intent_that_hangs(folder: Path) -> None:
         assert "earlier write" in raised(UnavailableError, lambda: write(tier, 10, 2))
         assert read(tier, 0, 2) == 2
         fault(WRITES, 0)
-        wait_for(lambda: tier.ssd_stats().late_threads == 0)
+        until(lambda: tier.ssd_stats().late_threads == 0)
         assert write(tier, 10, 2) == 2
         assert read(tier, 10, 2) == 2
 
@@ -332,7 +325,7 @@ def a_close_that_hangs(folder: Path) -> None:
             assert again.stats().corruptions == 0
         return True
 
-    wait_for(opens)
+    until(opens)
 
 
 def a_pool_whose_disk_hangs(folder: Path) -> None:
@@ -348,7 +341,7 @@ def a_pool_whose_disk_hangs(folder: Path) -> None:
     blocks = view_of(SMALL_LAYOUT, payload(SMALL_LAYOUT, len(plain), seed=1))
     under_way = pool.store(durable, blocks, durability="ssd", deadline_s=PATIENCE_S)
     assert pool.store(plain, blocks, deadline_s=PATIENCE_S).wait(PATIENCE_S).new == len(plain)
-    wait_for(lambda: _libc.disk_hanging() > 0)
+    until(lambda: _libc.disk_hanging() > 0)
     began = time.monotonic()
     pool.close()
     took_s = time.monotonic() - began
@@ -360,7 +353,7 @@ def a_pool_whose_disk_hangs(folder: Path) -> None:
         pass
     assert _libc.disk_hanging() > 0
     fault(WRITES, 0)
-    wait_for(lambda: gc.collect() >= 0 and not locked(folder))
+    until(lambda: gc.collect() >= 0 and not locked(folder))
     with Pool.open(SMALL_LAYOUT, config) as again:
         assert again.match(durable).blocks in range(len(durable) + 1)
 
@@ -374,13 +367,13 @@ def an_open_that_hangs(folder: Path) -> None:
     assert write(tier, 0, 4) == 4
     leave(tier)
     del tier
-    wait_for(lambda: gc.collect() >= 0 and not locked(folder))
+    until(lambda: gc.collect() >= 0 and not locked(folder))
     threads = {thread.name for thread in threading.enumerate()}
     for headers in (0, SLOTS):
         fault(READS, HANGS, after=headers)
         assert "did not give" in raised(UnavailableError, lambda: open_tier(folder, SOON_S))
         fault(READS, 0)
-        wait_for(lambda: gc.collect() >= 0 and not locked(folder))
+        until(lambda: gc.collect() >= 0 and not locked(folder))
     assert {thread.name for thread in threading.enumerate()} <= threads
     with open_tier(folder) as tier:
         assert read(tier, 0, 4) == 4

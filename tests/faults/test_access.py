@@ -32,7 +32,8 @@ from kvpool.testing.blocks import namespace
 from tests.certificates import Authority
 from tests.etcd_process import free_port
 from tests.faults.pool_client import CHAIN_BLOCKS, LAYOUT, PATIENT, WAIT_S, chain_of, store
-from tests.server_process import ServerProcess, until
+from tests.server_process import ServerProcess
+from tests.waiting import until
 
 DRAM_BYTES = 256 * LAYOUT.block_bytes
 QUOTA_BLOCKS = 16

@@ -20,7 +20,7 @@ from tests.faults.pool_client import CHAIN_BLOCKS, LAYOUT, PATIENT, WAIT_S, bloc
 from tests.faults.pool_client import store as store_chain
 from tests.faults.test_pool_server import load_all
 from tests.faults.test_pool_service import Running, running
-from tests.server_process import until
+from tests.waiting import until
 
 # Tries for a better way often enough for a test.
 EAGER = replace(PATIENT, backoff_min_s=0.05, backoff_max_s=0.1)

@@ -18,7 +18,8 @@ from tests.faults.pool_client import LAYOUT
 from tests.faults.relay import Relay
 from tests.faults.test_ring import BLOCKS, chain, store
 from tests.ring import RingOfServers
-from tests.server_process import WAIT_S, until
+from tests.server_process import WAIT_S
+from tests.waiting import until
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 

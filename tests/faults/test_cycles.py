@@ -19,8 +19,9 @@ from kvpool.transfer.base import Endpoint
 from kvpool.transfer.host import HostTransport
 from kvpool.transfer.ucx import UcxTransport
 from tests.conftest import Count
-from tests.faults.peer import LAYOUT, SEED, WAIT_S, until
+from tests.faults.peer import LAYOUT, SEED, WAIT_S
 from tests.faults.short_lived import Nursery
+from tests.waiting import until
 
 pytestmark = pytest.mark.ucx
 

@@ -14,7 +14,7 @@ from kvpool.index.etcd_gateway import Gateway
 from kvpool.index.membership import Members
 from kvpool.testing.membership_suite import Listener, member, names
 from tests.etcd_process import EtcdProcess, free_port
-from tests.server_process import until
+from tests.waiting import until
 
 NAMES = ["a", "b", "c"]
 LIFE_S = 2

@@ -20,7 +20,8 @@ from kvpool.client.connect import connect
 from kvpool.testing.blocks import Payload, namespace, payload, view_of
 from tests.etcd_process import EtcdProcess, free_port
 from tests.faults.pool_client import LAYOUT, PATIENT, WAIT_S
-from tests.server_process import ServerProcess, until
+from tests.server_process import ServerProcess
+from tests.waiting import until
 
 NAMES = ["a", "b", "c"]
 DRAM_BYTES = 64 * LAYOUT.block_bytes

@@ -35,7 +35,8 @@ from kvpool.transfer.descriptor import (
 from kvpool.transfer.host import HostTransport
 from kvpool.transfer.mailbox import RECORD_COUNT, Mailbox
 from tests.conftest import Count
-from tests.faults.peer import LAYOUT, WAIT_S, until
+from tests.faults.peer import LAYOUT, WAIT_S
+from tests.waiting import until
 
 
 @pytest.fixture

@@ -20,7 +20,8 @@ from kvpool.testing.pair import Collected, empty, named
 from kvpool.transfer.base import Endpoint, RemoteSlots
 from kvpool.transfer.host import HostTransport
 from tests.conftest import Count
-from tests.faults.peer import LAYOUT, SEED, WAIT_S, Peer, peer, until
+from tests.faults.peer import LAYOUT, SEED, WAIT_S, Peer, peer
+from tests.waiting import until
 
 
 @pytest.fixture

@@ -22,7 +22,8 @@ from kvpool.transfer.choice import TransportKind, listen_address, open_transport
 from kvpool.transfer.layerwise import LayerReceiver, LayerSender, Outbox, StreamHub
 from kvpool.transfer.stream_wire import slice_layout
 from tests.conftest import Count
-from tests.faults.peer import BLOCKS, LAYOUT, SEED, WAIT_S, Peer, peer, until
+from tests.faults.peer import BLOCKS, LAYOUT, SEED, WAIT_S, Peer, peer
+from tests.waiting import until
 
 # Few enough that a stream stands still at once when its receiver does.
 OUTBOX_SLOTS = 8

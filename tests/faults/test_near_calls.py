@@ -12,7 +12,7 @@ from kvpool.transfer.base import Endpoint
 from tests.conftest import Count
 from tests.faults.pool_client import WAIT_S, chain_of
 from tests.faults.test_pool_service import BLOCKS, Storer, running
-from tests.server_process import until
+from tests.waiting import until
 
 CALLED = (
     protocol.MATCH,

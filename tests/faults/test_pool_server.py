@@ -32,8 +32,9 @@ from tests.faults.pool_client import (
     chain_of,
     store,
 )
-from tests.server_process import WAIT_S, ServerProcess, until
+from tests.server_process import WAIT_S, ServerProcess
 from tests.stopped import stop
+from tests.waiting import until
 
 SLOTS = 64
 DRAM_BYTES = SLOTS * LAYOUT.block_bytes

@@ -47,7 +47,7 @@ from kvpool.testing.blocks import view_of
 from kvpool.testing.pair import empty, flip
 from kvpool.transfer.host import HostTransport
 from tests.faults.pool_client import LAYOUT, PATIENT, WAIT_S, blocks_of, chain_of
-from tests.server_process import until
+from tests.waiting import until
 
 SLOTS = 16
 BLOCKS = 4

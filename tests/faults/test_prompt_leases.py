@@ -15,7 +15,7 @@ from kvpool.tiers.lease import LeaseId
 from kvpool.transfer.host_endpoint import HostEndpoint
 from tests.faults.pool_client import CHAIN_BLOCKS, WAIT_S, chain_of, store
 from tests.faults.test_pool_service import SLOTS, Running, running
-from tests.server_process import until
+from tests.waiting import until
 
 assert SLOTS == CHAIN_BLOCKS
 

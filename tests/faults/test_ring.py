@@ -26,7 +26,8 @@ from kvpool.testing.blocks import view_of
 from tests.faults.pool_client import LAYOUT, blocks_of, chain_of
 from tests.faults.ring_load import Readers
 from tests.ring import PATIENT, RingNode, RingOfServers
-from tests.server_process import WAIT_S, until
+from tests.server_process import WAIT_S
+from tests.waiting import until
 
 BLOCKS = 8
 DRAM_BYTES = 64 * LAYOUT.block_bytes

@@ -16,7 +16,8 @@ from kvpool.testing.blocks import view_of
 from tests.conftest import Count
 from tests.faults.pool_client import CHAIN_BLOCKS, LAYOUT, blocks_of, chain_of
 from tests.ring import RingNode, RingOfServers
-from tests.server_process import WAIT_S, until
+from tests.server_process import WAIT_S
+from tests.waiting import until
 
 CHAINS = 8
 

@@ -26,7 +26,8 @@ from kvpool.errors import KVPoolError
 from kvpool.testing.blocks import view_of
 from tests.faults.pool_client import LAYOUT, blocks_of, chain_of
 from tests.ring import RingOfServers
-from tests.server_process import WAIT_S, until
+from tests.server_process import WAIT_S
+from tests.waiting import until
 
 SERVERS = 4
 CLIENTS = 6

@@ -27,9 +27,10 @@ from kvpool.integration.runtime.handoff import (
 )
 from tests.conftest import Count
 from tests.serve_clients import Client, Questions
-from tests.serve_process import ServeProcess, until
+from tests.serve_process import ServeProcess
 from tests.stopped import stop
 from tests.tiny_model import tiny_model
+from tests.waiting import until
 
 REQUESTS: Final = 6
 REQUEST_TIMEOUT_S: Final = 60.0

@@ -10,7 +10,8 @@ import httpx
 import pytest
 
 from kvpool.integration.runtime.handoff import WorkerStatus
-from tests.serve_process import Holdings, ServeProcess, stopped, until
+from tests.serve_process import Holdings, ServeProcess, stopped
+from tests.waiting import until
 
 pytestmark = pytest.mark.model
 

@@ -21,7 +21,8 @@ from kvpool.testing.blocks import view_of
 from tests.certificates import Authority
 from tests.etcd_process import free_port
 from tests.faults.pool_client import CHAIN_BLOCKS, LAYOUT, PATIENT, WAIT_S, blocks_of, chain_of
-from tests.server_process import ServerProcess, until
+from tests.server_process import ServerProcess
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "server.md").read_text()

@@ -37,7 +37,7 @@ from tests.faults.test_access import METHODS, NAMES, Secure, greet, start, token
 from tests.faults.test_host_hostile import Hostile
 from tests.faults.test_ucx_endpoints import listening_ports
 from tests.frames import Known, frame
-from tests.server_process import until
+from tests.waiting import until
 
 # Longest wait for calls that need not end soon: two last, the other waits for a connection.
 LASTING_S: Final = {

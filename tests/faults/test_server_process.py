@@ -19,7 +19,8 @@ from kvpool.completion import Deadline
 from kvpool.errors import PeerUnreachableError
 from kvpool.transfer import handshake
 from tests.faults.pool_client import CHAIN_BLOCKS, LAYOUT, PATIENT, chain_of, store
-from tests.server_process import WAIT_S, ServerProcess, until
+from tests.server_process import WAIT_S, ServerProcess
+from tests.waiting import until
 
 DRAM_BYTES = 64 * LAYOUT.block_bytes
 SOCKETS = ["control.sock", "transport.sock"]

@@ -17,7 +17,8 @@ from kvpool.cli.main import main
 from kvpool.client.connect import connect
 from kvpool.testing.blocks import view_of
 from tests.faults.pool_client import CHAIN_BLOCKS, LAYOUT, PATIENT, blocks_of, chain_of, store
-from tests.server_process import WAIT_S, ServerProcess, until
+from tests.server_process import WAIT_S, ServerProcess
+from tests.waiting import until
 
 DRAM_BYTES = 64 * LAYOUT.block_bytes
 

@@ -21,7 +21,8 @@ from kvpool.errors import UnavailableError
 from kvpool.memory import BlockView
 from kvpool.testing.blocks import SMALL_LAYOUT, Payload, namespace, payload, view_of
 from tests.faults.silent_peers import SilentPeers
-from tests.server_process import WAIT_S, until
+from tests.server_process import WAIT_S
+from tests.waiting import until
 
 LAYOUT = SMALL_LAYOUT
 BLOCKS = 1  # so that one shard is asked at a time

@@ -8,8 +8,7 @@ import errno
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -19,6 +18,7 @@ from kvpool.errors import TransferTimeoutError, UnavailableError
 from kvpool.testing.blocks import SMALL_LAYOUT, key, payload, view_of
 from kvpool.tiers.ssd import SsdTier
 from tests.tidy.mirror import ROOT
+from tests.waiting import until
 
 SLOTS, THREADS = 8, 2
 PATIENCE_S = 60.0  # only a hang of our own reaches it
@@ -91,13 +91,6 @@ def read(tier: SsdTier, deadline_s: float = PATIENCE_S) -> int:
     return good
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline, "it does not come"
-        time.sleep(0.001)
-
-
 def test_errors_of_the_kernel_are_misses_and_typed_errors(disk: Disk) -> None:
     with open_tier(disk) as tier:
         for operation in ("write", "sync"):
@@ -125,7 +118,7 @@ def test_reads_that_the_kernel_holds_end_at_their_deadline(disk: Disk) -> None:
         assert int(disk.tell("hanging")) == THREADS
         assert read(tier, SOON_S) == 0  # no thread is left, and still it ends
         disk.tell("read 0")
-        wait_for(lambda: tier.ssd_stats().late_threads == 0)
+        until(lambda: tier.ssd_stats().late_threads == 0)
         assert read(tier) == 4
         assert tier.stats().corruptions == 0
 
@@ -138,7 +131,7 @@ def test_slots_that_the_kernel_writes_are_in_quarantine(disk: Disk) -> None:
                 write(tier, SOON_S)
         assert 1 <= tier.stats().quarantined <= THREADS
         disk.tell("write 0")
-        wait_for(lambda: tier.stats().quarantined == 0)
+        until(lambda: tier.stats().quarantined == 0)
         assert write(tier) == 4
         assert read(tier) == 4
         stats = tier.stats()

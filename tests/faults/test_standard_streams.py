@@ -18,9 +18,10 @@ from kvpool.client.connect import connect
 from kvpool.errors import KVPoolError
 from tests.conftest import Count
 from tests.faults.pool_client import CHAIN_BLOCKS, LAYOUT, PATIENT, store
-from tests.serve_process import START_S, alive, children, until
+from tests.serve_process import START_S, alive, children
 from tests.server_process import WAIT_S
 from tests.tiny_model import tiny_model
+from tests.waiting import until
 
 DRAM_BYTES = 64 * LAYOUT.block_bytes
 # Runs a command with descriptors closed that a parent in Python would open for it.

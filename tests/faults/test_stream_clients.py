@@ -41,8 +41,9 @@ from tests.faults.relay import Relay
 from tests.faults.test_access import greet
 from tests.faults.test_pool_server import end, load_all, read_line, start_client
 from tests.faults.test_pool_service import BLOCKS, Storer, running
-from tests.server_process import WAIT_S, ServerProcess, until
+from tests.server_process import WAIT_S, ServerProcess
 from tests.stopped import stop
+from tests.waiting import until
 
 STREAMS = replace(PATIENT, ways=())
 # A lease that runs out by itself is longer than a test waits.

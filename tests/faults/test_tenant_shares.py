@@ -18,7 +18,8 @@ from kvpool.client.ways import Ways
 from kvpool.errors import CapacityError, KVPoolError
 from tests.etcd_process import free_port
 from tests.faults.pool_client import CHAIN_BLOCKS, LAYOUT, PATIENT, WAIT_S, chain_of, store
-from tests.server_process import ServerProcess, until
+from tests.server_process import ServerProcess
+from tests.waiting import until
 
 DRAM_BYTES = 64 * LAYOUT.block_bytes
 CLIENTS, STORES = 2, 1  # of each of two tenants, and as many for this user

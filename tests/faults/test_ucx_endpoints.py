@@ -19,7 +19,8 @@ from kvpool.transfer.ucx_endpoint import UcxEndpoint
 from kvpool.transfer.ucx_wire import ASKS_MAX
 from tests.conftest import Count
 from tests.faults.owner import Owner
-from tests.faults.peer import LAYOUT, SEED, WAIT_S, peer, until
+from tests.faults.peer import LAYOUT, SEED, WAIT_S, peer
+from tests.waiting import until
 
 pytestmark = pytest.mark.ucx
 

@@ -24,7 +24,8 @@ from kvpool.memory import Span
 from kvpool.transfer.ucx_connection import UcxConnection
 from kvpool.transfer.ucx_engine import UcxEngine
 from tests.conftest import Count
-from tests.faults.ucx_peer import Peer, Server, wait_until
+from tests.faults.ucx_peer import Peer, Server
+from tests.waiting import until
 
 pytestmark = pytest.mark.ucx
 
@@ -76,7 +77,7 @@ def test_large_puts_are_zero_copy(transport: UcxEngine) -> None:
         # A peer that does not read for a moment makes puts wait, and only those can be asked.
         peer.stop()
         done = endpoint.put(scattered(data, MIB), 20)
-        wait_until(lambda: transport.put_protocol() != "")
+        until(lambda: transport.put_protocol() != "")
         peer.go_on()
         done.wait(20)
         assert "zero-copy" in transport.put_protocol()
@@ -89,16 +90,16 @@ def test_a_killed_peer_ends_its_batches(transport: UcxEngine) -> None:
         data = noise(16 * MIB, 1)
         peer.stop()  # so that the kill surely comes in mid-transfer
         batches = [endpoint.put(scattered(data, MIB), 20) for _ in range(4)]
-        wait_until(lambda: transport.counts()["put_bytes"] >= MIB)
+        until(lambda: transport.counts()["put_bytes"] >= MIB)
         peer.kill()
         for batch in batches:
             with pytest.raises(PeerUnreachableError) as caught:
                 batch.wait(20)
             assert caught.value.__cause__ is not None  # the loss, not the deadline, ended it
-        wait_until(lambda: not endpoint.alive())
+        until(lambda: not endpoint.alive())
         with pytest.raises(PeerUnreachableError):
             endpoint.put(scattered(data, MIB), 1)
-        wait_until(lambda: transport.counts()["endpoints"] == 0)
+        until(lambda: transport.counts()["endpoints"] == 0)
 
 
 def test_a_put_that_is_cancelled_ends_before_its_turn(transport: UcxEngine) -> None:
@@ -109,7 +110,7 @@ def test_a_put_that_is_cancelled_ends_before_its_turn(transport: UcxEngine) -> N
         peer.stop()
         say = [json.dumps({"size": 1, "put": at}).encode() for at in range(5)]
         puts = [endpoint.put(scattered(data, MIB), WAIT_S, note) for note in say]
-        wait_until(lambda: transport.counts()["put_bytes"] >= MIB)
+        until(lambda: transport.counts()["put_bytes"] >= MIB)
         for put in (puts[4], puts[2]):
             put.cancel()
             put.cancel()
@@ -128,7 +129,7 @@ def test_a_put_that_is_cancelled_ends_before_its_turn(transport: UcxEngine) -> N
         assert [json.loads(peer.next("arrived")["note"])["put"] for _ in told] == told
         # Notes that were never sent count for nothing: the window is as it was.
         for _ in range(200):
-            wait_until(lambda: endpoint.notify(say[0]))
+            until(lambda: endpoint.notify(say[0]))
 
 
 def test_a_stopped_peer_costs_its_deadline_and_no_other(transport: UcxEngine) -> None:
@@ -191,7 +192,7 @@ def test_nothing_lands_after_the_receiver_closed() -> None:
                 assert endpoint.inbox is not None
                 part = endpoint.inbox.view()
                 part[:] = bytes(len(part))
-                wait_until(lambda: part[0] != 0)  # noqa: B023  # runs at once
+                until(lambda: part[0] != 0)  # noqa: B023  # runs at once
                 sender.stop()
                 lost = threading.Event()
                 closed: list[bytes] = []
@@ -251,10 +252,10 @@ def test_connections_and_kills_leak_nothing(transport: UcxEngine, count: Count) 
             with pytest.raises(PeerUnreachableError):
                 batch.wait(20)
                 endpoint.put(spans, 20).wait(20)
-        wait_until(lambda: transport.counts()["endpoints"] == 0)
+        until(lambda: transport.counts()["endpoints"] == 0)
         if cycle == 2:
             before = descriptors()
-    wait_until(lambda: descriptors() <= before)
+    until(lambda: descriptors() <= before)
     assert transport.counts()["batches"] == 0
 
 

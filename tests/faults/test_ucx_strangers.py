@@ -16,7 +16,8 @@ from kvpool.transfer import ucx_native
 from kvpool.transfer.base import Endpoint
 from kvpool.transfer.ucx import UcxTransport, parse_address
 from kvpool.transfer.ucx_engine import UcxEngine
-from tests.faults.peer import LAYOUT, WAIT_S, until
+from tests.faults.peer import LAYOUT, WAIT_S
+from tests.waiting import until
 
 pytestmark = pytest.mark.ucx
 

@@ -13,7 +13,8 @@ from kvpool.client.connect import connect
 from kvpool.metrics import METRICS
 from tests.etcd_process import free_port
 from tests.faults.pool_client import CHAIN_BLOCKS, LAYOUT, PATIENT, store
-from tests.server_process import WAIT_S, until
+from tests.server_process import WAIT_S
+from tests.waiting import until
 
 TASKS = ("leases", "clients", "tenants", "gauges", "directory", "names")
 

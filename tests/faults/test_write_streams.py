@@ -22,7 +22,7 @@ from tests.faults.pool_client import (
     chain_of,
 )
 from tests.faults.test_pool_service import running
-from tests.server_process import until
+from tests.waiting import until
 
 
 @pytest.mark.parametrize("sent", [0, 1, 3])

@@ -21,7 +21,8 @@ from kvpool.testing.blocks import payload
 from kvpool.testing.pair import Collected, publish
 from kvpool.transfer.base import Endpoint, SlotSpan, Transport
 from kvpool.transfer.choice import TransportKind, open_transport
-from tests.faults.peer import LAYOUT, SEED, WAIT_S, Peer, peer, until
+from tests.faults.peer import LAYOUT, SEED, WAIT_S, Peer, peer
+from tests.waiting import until
 
 BLOCKS = 16
 # The deadline of what is expected to time out.

@@ -14,7 +14,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
@@ -133,14 +132,6 @@ class Server(Peer):
         hello = self.next("listens")
         self.port: int = hello["port"]
         self.incarnation = Incarnation(bytes.fromhex(hello["incarnation"]))
-
-
-def wait_until(condition: Callable[[], bool], timeout_s: float = 20) -> None:
-    """Poll until the condition holds; fail at the deadline."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not come true"
-        time.sleep(0.002)
 
 
 if __name__ == "__main__":

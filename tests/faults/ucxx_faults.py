@@ -5,8 +5,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +34,7 @@ from kvpool.transfer.ucxpy_wire import ASKS_MAX, MESSAGE_BYTES_MAX, Ask, encode
 from tests.conformance import ucxx_suite
 from tests.stopped import stop
 from tests.unit.transfer.test_forked import in_a_child
+from tests.waiting import until
 
 PEER = Path(__file__).with_name("ucxx_peer.py")
 
@@ -72,15 +72,6 @@ def read(endpoint: Endpoint, source: RemoteSlots, deadline_s: float = WAIT_S) ->
     )
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(int(WAIT_S * 100)):
-        if condition():
-            return
-        pause.wait(0.01)
-    pytest.fail("the condition never came true")
-
-
 def windows(endpoint: Endpoint) -> tuple[int, int]:
     assert isinstance(endpoint, UcxxEndpoint)
     return endpoint.windows()
@@ -95,7 +86,7 @@ def test_a_killed_owner_ends_every_read_with_a_typed_error() -> None:
         assert read(endpoint, other.source).wait(WAIT_S) == 4
         stop(other.process.pid)
         reads = [read(endpoint, other.source) for _ in range(2 * ASKS_MAX)]
-        wait_until(lambda: windows(endpoint)[1] == ASKS_MAX)
+        until(lambda: windows(endpoint)[1] == ASKS_MAX)
         other.process.kill()
         for one in reads:
             with pytest.raises(PeerUnreachableError):
@@ -103,7 +94,7 @@ def test_a_killed_owner_ends_every_read_with_a_typed_error() -> None:
         assert lost.wait(1) == [endpoint]
         with pytest.raises(PeerUnreachableError):
             endpoint.notify(b"anybody")
-        wait_until(lambda: windows(endpoint)[1] == 0)
+        until(lambda: windows(endpoint)[1] == 0)
         assert read(beside, living.source).wait(WAIT_S) == 4
         other.process.wait(WAIT_S)
         with pytest.raises((PeerUnreachableError, TransferTimeoutError)):
@@ -120,15 +111,15 @@ def test_a_stopped_owner_costs_each_read_its_deadline_and_its_window_waits() -> 
         # The peer may still send into it: nobody else has it.
         assert windows(endpoint)[1] == 1
         other.process.send_signal(signal.SIGCONT)
-        wait_until(lambda: windows(endpoint)[1] == 0)
+        until(lambda: windows(endpoint)[1] == 0)
         assert read(endpoint, other.source).wait(WAIT_S) == 4
         stop(other.process.pid)
         silent = read(endpoint, other.source)
-        wait_until(lambda: windows(endpoint)[1] == 1)
+        until(lambda: windows(endpoint)[1] == 1)
         endpoint.close()
         with pytest.raises(KVPoolError):
             silent.wait(WAIT_S)
-        wait_until(lambda: windows(endpoint)[1] == 0)
+        until(lambda: windows(endpoint)[1] == 0)
 
 
 def test_a_peer_that_says_anything_achieves_nothing() -> None:
@@ -170,7 +161,7 @@ def test_ends_of_many_connections_leave_nothing() -> None:
         before = len(os.listdir("/proc/self/fd"))
         for _ in range(10):
             third.connect(pair.address, WAIT_S).close()
-        wait_until(lambda: len(os.listdir("/proc/self/fd")) <= before)
+        until(lambda: len(os.listdir("/proc/self/fd")) <= before)
         assert pair.at_reader.alive()
 
 

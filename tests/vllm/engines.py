@@ -15,7 +15,8 @@ from vllm import LLM, SamplingParams
 from vllm.config import KVTransferConfig
 from vllm.distributed import cleanup_dist_env_and_memory
 
-from tests.server_process import ServerProcess, until
+from tests.server_process import ServerProcess
+from tests.waiting import until
 
 # A CPU engine's smallest; latent attention has 16.
 BLOCK_TOKENS = 32

@@ -14,9 +14,9 @@ from kvpool.errors import ConfigError
 from kvpool.integration.vllm.engine import read_namespace
 from kvpool.integration.vllm.shape import part_chain
 from kvpool.memory import Span
-from tests.server_process import until
 from tests.vllm.conftest import prompts
 from tests.vllm.engines import BLOCK_TOKENS, Answer, Engine
+from tests.waiting import until
 
 PROMPTS = [*prompts(180, 200, 321, 64, 20), *prompts(300, 310, 320, seed=1, shared=290)]
 

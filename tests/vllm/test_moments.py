@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from tests.conftest import Count
-from tests.server_process import until
 from tests.vllm.conftest import prompts
 from tests.vllm.engines import Engine
 from tests.vllm.test_embedded import at_rest, tokens
+from tests.waiting import until
 
 # No test holds one so long: it ends a test that hangs.
 GATE_S = 120.0

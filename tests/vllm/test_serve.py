@@ -12,9 +12,10 @@ from typing import Self
 
 import pytest
 
-from tests.server_process import ServerProcess, until
+from tests.server_process import ServerProcess
 from tests.vllm.engines import BLOCK_TOKENS, START_S, free_port
 from tests.vllm.models import add_tokenizer, make_model
+from tests.waiting import until
 
 VLLM = Path(sys.executable).with_name("vllm")
 PREFIXES, EACH, PREFIX_TOKENS, SUFFIX_TOKENS = 3, 4, 256, 48

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvpool.clock import ManualClock
-from tests.server_process import ServerProcess, until
+from tests.server_process import ServerProcess
 from tests.vllm.conftest import prompts
 from tests.vllm.engines import (
     BLOCK_TOKENS,
@@ -19,6 +19,7 @@ from tests.vllm.engines import (
 )
 from tests.vllm.models import make_model
 from tests.vllm.test_embedded import ideal, tokens
+from tests.waiting import until
 
 PROMPTS = prompts(180, 200, 321, seed=20)
 

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.server_process import until
 from tests.vllm.conftest import prompts
 from tests.vllm.engines import Engine
 from tests.vllm.test_embedded import PROMPTS, at_rest, ideal, tokens
 from tests.vllm.test_moments import PARKED, moment
+from tests.waiting import until
 
 
 def test_a_small_staging_is_enough(llama: Path) -> None:

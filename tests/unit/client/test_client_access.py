@@ -25,7 +25,7 @@ from kvpool.metrics import Metrics
 from kvpool.server.from_settings import parts_of
 from kvpool.server.node import Node
 from kvpool.server.settings_file import parse_settings
-from tests.server_process import until
+from tests.waiting import until
 
 LAYOUT = BlockLayout(num_layers=1, kv_heads=1, block_tokens=16, k_dim=8, v_dim=8)
 TOKEN = "t" * 64

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from kvpool.tiers.flusher import FlushLimits, rest_s
 from kvpool.tiers.ssd import SsdTier
 from kvpool.tiers.stack import StackTier, stats_of
 from kvpool.tiers.tokens import TokenRows
+from tests.waiting import until
 
 BLOCK = SMALL_LAYOUT.block_bytes
 SLOTS = 8
@@ -80,13 +81,6 @@ def put_down(stack: StackTier, count: int) -> None:
     for number in range(count):
         put(stack, range(number, number + 1))
         flushed(stack)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end, "it did not come about"
-        time.sleep(0.001)
 
 
 def assert_served(stack: StackTier, numbers: range) -> None:

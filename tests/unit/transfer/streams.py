@@ -1,8 +1,5 @@
 """Two stream hubs over a transport that can be made lossy, for the tests of streams."""
 
-import threading
-from collections.abc import Callable
-
 import pytest
 
 from kvpool.errors import (
@@ -19,6 +16,7 @@ from kvpool.transfer.loopback import LoopbackNetwork, LoopbackTransport
 from kvpool.transfer.stream_wire import (
     slice_layout,
 )
+from tests.waiting import until
 
 LAYOUT = SMALL_LAYOUT
 LAYERS = LAYOUT.num_layers
@@ -27,15 +25,6 @@ SLOTS = 6
 # What one peer may have of them.
 SHARE = 4
 WAIT_S = 20.0
-
-
-def until(condition: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(int(WAIT_S * 500)):
-        if condition():
-            return
-        pause.wait(0.002)
-    pytest.fail("the condition never came true")
 
 
 class Two:

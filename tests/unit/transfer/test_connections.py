@@ -2,7 +2,7 @@
 
 import random
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
@@ -20,6 +20,7 @@ from kvpool.transfer import connections
 from kvpool.transfer.base import Endpoint
 from kvpool.transfer.connections import PAUSE_MAX_S, PAUSE_MIN_S, Connections
 from kvpool.transfer.loopback import LoopbackNetwork, LoopbackTransport
+from tests.waiting import until
 
 
 class Ours(LoopbackTransport):
@@ -162,12 +163,3 @@ def test_an_endpoint_that_nobody_can_use_is_closed(scene: Scene) -> None:
     endpoint = made.items[0]
     assert isinstance(endpoint, Endpoint)
     assert not endpoint.alive()
-
-
-def until(condition: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(int(WAIT_S * 500)):
-        if condition():
-            return
-        pause.wait(0.002)
-    pytest.fail("the condition never came true")

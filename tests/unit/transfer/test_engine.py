@@ -20,6 +20,7 @@ from kvpool.errors import (
     UsageError,
 )
 from kvpool.transfer.engine import CopyEngine
+from tests.waiting import until
 
 WAIT_S = 20.0
 
@@ -74,17 +75,8 @@ def one_thread() -> CopyEngine:
     return CopyEngine("test", threads=1, reads_max=4)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(int(WAIT_S * 500)):
-        if condition():
-            return
-        pause.wait(0.002)
-    pytest.fail("the condition never came true")
-
-
 def ends_with(completion: Completion[int], error: type[KVPoolError]) -> None:
-    wait_until(completion.done)  # a wait would copy
+    until(completion.done)  # a wait would copy
     with pytest.raises(error):
         completion.result()
 
@@ -140,7 +132,7 @@ def test_a_completion_waits_for_the_copy_that_its_deadline_finds_running() -> No
     deadline = Deadline(0.05)
     completion = engine.submit(steps, None, 0.05)
     begun = steps.begun.acquire(timeout=0.2)  # or the deadline passed first, on a slow machine
-    wait_until(deadline.passed)
+    until(deadline.passed)
     assert not (begun and completion.done())
     steps.let_go(1)
     ends_with(completion, TransferTimeoutError)
@@ -158,7 +150,7 @@ def test_a_queued_read_ends_at_its_deadline_while_another_is_copied(engine: Copy
         long.let_go(1)
         return queued.done()
 
-    wait_until(ended_after_one_more)
+    until(ended_after_one_more)
     ends_with(queued, TransferTimeoutError)
     assert not running.done()
     long.let_go(1000)
@@ -292,7 +284,7 @@ def test_a_read_that_has_ended_is_kept_by_nobody(
             completion.wait(WAIT_S)
         except KVPoolError as failure:
             error = failure
-        wait_until(lambda: kept() is None)
+        until(lambda: kept() is None)
         del error
         with_one.close()
     finally:
@@ -346,7 +338,7 @@ def test_who_helped_keeps_no_read(engine: CopyEngine) -> None:
     gc.disable()
     try:
         del steps
-        wait_until(lambda: gone() is None)
+        until(lambda: gone() is None)
     finally:
         gc.enable()
     assert kept.done()
@@ -357,7 +349,7 @@ def test_a_read_that_nobody_waits_for_is_copied_all_the_same(engine: CopyEngine)
         steps = Steps(1)
         steps.let_go(1)
         completion = engine.submit(steps, None, WAIT_S)
-        wait_until(completion.done)
+        until(completion.done)
         assert completion.result() == 1
 
 

@@ -1,7 +1,6 @@
 """What a receiver does with a sender that does not keep to the rules."""
 
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -31,20 +30,12 @@ from kvpool.transfer.stream_wire import (
     pack_layout,
     slice_layout,
 )
+from tests.waiting import until
 
 LAYOUT = SMALL_LAYOUT
 LAYERS = LAYOUT.num_layers
 SLOTS = 6
 WAIT_S = 20.0
-
-
-def until(condition: Callable[[], bool]) -> None:
-    pause = threading.Event()
-    for _ in range(int(WAIT_S * 500)):
-        if condition():
-            return
-        pause.wait(0.002)
-    pytest.fail("the condition never came true")
 
 
 def fails(receiver: LayerReceiver, error: type[KVPoolError]) -> None:

@@ -7,7 +7,7 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -46,6 +46,7 @@ from kvpool.transfer.ucx_wire import (
     encode,
     frame,
 )
+from tests.waiting import until
 
 pytestmark = pytest.mark.ucx
 
@@ -406,14 +407,6 @@ def say(connection: UcxConnection, note: bytes) -> bool:
         except (PeerUnreachableError, ClosedError):
             return False
     pytest.fail("there was never room")
-
-
-def until(condition: Callable[[], bool]) -> None:
-    for _ in range(int(WAIT_S * 200)):
-        if condition():
-            return
-        threading.Event().wait(0.005)
-    pytest.fail("the condition never came true")
 
 
 BAD: dict[str, bytes] = {

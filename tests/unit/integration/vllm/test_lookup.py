@@ -15,7 +15,6 @@ from kvpool.integration.vllm.publishing import Doubt
 from kvpool.integration.vllm.shape import Group, part_chain
 from kvpool.memory import BlockView, Span
 from kvpool.pool import Pool
-from tests.server_process import until
 from tests.unit.integration.vllm.scene import (
     FULL,
     LAYOUT,
@@ -25,6 +24,7 @@ from tests.unit.integration.vllm.scene import (
     part,
     shape,
 )
+from tests.waiting import until
 
 
 @pytest.fixture

@@ -19,8 +19,8 @@ from kvpool.integration.vllm.shape import BlockRun, part_chain
 from kvpool.integration.vllm.slots import Slots
 from kvpool.memory import BlockView
 from kvpool.pool import Pool, PoolLease
-from tests.server_process import until
 from tests.unit.integration.vllm.scene import FULL, LAYOUT, NAMESPACE, hashes, shape
+from tests.waiting import until
 
 BLOCKS = 12
 SHAPE = shape(FULL)

@@ -9,7 +9,6 @@ from kvpool.config import PoolConfig
 from kvpool.integration.vllm.lookup import Lookups
 from kvpool.integration.vllm.scheduler import SchedulerSide
 from kvpool.pool import Pool
-from tests.server_process import until
 from tests.unit.integration.vllm.scene import (
     FULL,
     LAYOUT,
@@ -21,6 +20,7 @@ from tests.unit.integration.vllm.scene import (
     step,
 )
 from tests.unit.integration.vllm.test_lookup import store
+from tests.waiting import until
 
 
 @pytest.fixture
