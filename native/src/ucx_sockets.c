@@ -6,23 +6,28 @@
  * kernel and allowed to everybody, paces nothing. What leaves the host keeps the system's choice.
  *
  * libucp has no setting for this and names no socket, but the kernel says which descriptors its epoll
- * sets hold: the worker's holds those of its interfaces, which hold their connections. So no socket but
- * the library's is ever touched. Where /proc is not there, nothing is done.
+ * sets hold: the worker's holds those of its interfaces, which hold their connections. The sets live as
+ * long as the worker; a connection may be closed by another of libucp's threads, and its number be
+ * anybody's, before it is looked at. So a set's line names an inode, too, and what is changed is a
+ * duplicate of the descriptor that was found to be it: no socket but the library's is ever touched.
+ * (Nobody waits at the sets meanwhile: this thread does. So no event comes of what lives a moment
+ * longer.) Where the kernel does not say all that, nothing is done.
  */
-#define _GNU_SOURCE
+#define _GNU_SOURCE /* F_DUPFD_CLOEXEC */
 #include <fcntl.h>
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <sys/socket.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #include "ucx_engine.h"
 
 /* Epoll sets within epoll sets that are looked into: the worker's, its interfaces'. */
 enum { DEPTH_MAX = 2 };
+static const char UNPACED[] = "reno";
 
 /* Whether a connection is between two ends of one address: of this host. */
 static bool stays_here(int fd)
@@ -43,20 +48,53 @@ static bool stays_here(int fd)
                                             ((const struct sockaddr_in *)&there)->sin_addr.s_addr;
 }
 
+/* Whether a connection is paced, or may be, for nothing. */
+static bool is_paced(int fd)
+{
+    char control[16] = "";
+    socklen_t size = sizeof(control) - 1;
+    return stays_here(fd) &&
+           getsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, control, &size) == 0 &&
+           strcmp(control, UNPACED) != 0;
+}
+
+static bool is_inode(int fd, unsigned long inode, mode_t *mode)
+{
+    struct stat found;
+    bool is = fstat(fd, &found) == 0 && found.st_ino == inode;
+    *mode = is ? found.st_mode : 0;
+    return is;
+}
+
 static void unpace_all_of(int epoll_fd, int depth);
 
-static void look_at(int fd, int depth)
+/* Look at a descriptor that a set holds as `inode`. */
+static void look_at(int fd, unsigned long inode, int depth)
 {
-    static const char CONTROL[] = "reno";
-    if (stays_here(fd)) {
-        /* Whatever the kernel says to it: the connection works either way. */
-        (void)setsockopt(fd, IPPROTO_TCP, TCP_CONGESTION, CONTROL, sizeof(CONTROL) - 1);
-    } else if (depth < DEPTH_MAX) {
-        unpace_all_of(fd, depth + 1);
+    mode_t mode;
+    if (!is_inode(fd, inode, &mode)) {
+        return;
+    }
+    if (!S_ISSOCK(mode)) {
+        if (depth < DEPTH_MAX) {
+            unpace_all_of(fd, depth + 1);
+        }
+        return;
+    }
+    if (!is_paced(fd)) {
+        return; /* most of them: a look costs 3 us for each that there is */
+    }
+    int held = fcntl(fd, F_DUPFD_CLOEXEC, 0);
+    if (held >= 0) {
+        if (is_inode(held, inode, &mode) && is_paced(held)) {
+            /* Whatever the kernel says to it: the connection works either way. */
+            (void)setsockopt(held, IPPROTO_TCP, TCP_CONGESTION, UNPACED, sizeof(UNPACED) - 1);
+        }
+        close(held);
     }
 }
 
-/* A line "tfd: N ..." for each descriptor of the set, in the lines of its fdinfo. */
+/* A line "tfd: N ... ino:X ..." for each descriptor of the set, in the lines of its fdinfo. */
 static void unpace_all_of(int epoll_fd, int depth)
 {
     char path[64], text[4096];
@@ -69,8 +107,11 @@ static void unpace_all_of(int epoll_fd, int depth)
         text[held] = '\0';
         char *line = text, *end;
         while ((end = strchr(line, '\n')) != NULL) {
-            if (strncmp(line, "tfd:", 4) == 0) {
-                look_at(atoi(line + 4), depth);
+            int number;
+            unsigned long inode;
+            *end = '\0';
+            if (sscanf(line, "tfd: %d events: %*x data: %*x pos:%*d ino:%lx", &number, &inode) == 2) {
+                look_at(number, inode, depth);
             }
             line = end + 1;
         }

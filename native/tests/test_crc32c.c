@@ -98,6 +98,39 @@ static void test_definition(void)
     }
 }
 
+/* Every size up to two pages, its alignments going by turns; what lies beside the copy stays. */
+static void test_every_size(void)
+{
+    enum { LARGEST = 8192, EDGE = 64, BYTES = LARGEST + 4 * EDGE };
+    static uint8_t src[BYTES], dst[BYTES], edge[EDGE];
+    uint32_t *right = malloc((LARGEST + 1) * sizeof *right); /* of each size, from one place on */
+    CHECK(right != NULL);
+    memset(edge, 0x5a, EDGE);
+    for (size_t from = 0; from < 3; from++) {
+        const uint8_t *begin = src + from * 21;
+        fill_random(src, sizeof src);
+        right[0] = 5;
+        for (size_t size = 0; size < LARGEST; size++)
+            right[size + 1] = by_definition(right[size], begin + size, 1);
+        for (size_t size = from; size <= LARGEST; size += 3) {
+            uint8_t *to = dst + EDGE + size / 3 * 8 % EDGE; /* whole words */
+            for (int way = 0; way < 3; way++) {
+                memset(dst, 0x5a, sizeof dst);
+                if (way == 0)
+                    CHECK(kvp_crc32c_copy(5, to, begin, size) == right[size]);
+                else if (way == 1)
+                    CHECK(kvp_crc32c_stream(5, to, begin, size, NULL) == right[size]);
+                else
+                    CHECK(kvp_crc32c_near(5, to, begin, size, begin + size) == right[size]);
+                kvp_crc32c_stream_end();
+                CHECK(!memcmp(to, begin, size));
+                CHECK(!memcmp(to + size, edge, EDGE) && !memcmp(to - EDGE, edge, EDGE));
+            }
+        }
+    }
+    free(right);
+}
+
 /* Joining is associative at sizes that no buffer has. */
 static void test_combine_huge(void)
 {
@@ -113,23 +146,28 @@ static void test_combine_huge(void)
     CHECK(kvp_crc32c_combine(77, 0, 0) == 77);
 }
 
-int main(void)
+static void test_all(void)
 {
     test_vectors();
     test_sizes();
     test_definition();
+    test_every_size();
+}
+
+int main(void)
+{
+    test_all();
+    near = NULL; /* from here on what this CPU would not choose, too */
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx2")) { /* what this CPU would not choose, too */
+    if (__builtin_cpu_supports("avx2")) {
         stream = stream_avx2;
-        test_sizes();
-        test_definition();
+        test_all();
     }
 #endif
     stream = NULL;
+    test_all();
     update = update_portable;
-    test_vectors();
-    test_sizes();
-    test_definition();
+    test_all();
     test_combine_huge();
     return 0;
 }
