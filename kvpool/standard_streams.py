@@ -89,6 +89,6 @@ class _LossyFile(io.FileIO):
 
     def _wrote(self, data: "ReadableBuffer") -> bool:
         try:
-            return super().write(data) is not None
+            return super().write(data) == memoryview(data).nbytes
         except OSError:
             return False

@@ -14,6 +14,7 @@ from typing import Final
 from kvpool import errors
 from kvpool.client import protocol
 from kvpool.client.call_wire import (
+    ANSWER_BYTES_MAX,
     CALL_BYTES_MAX,
     CALLS_MAX,
     TIMEOUT_MAX_S,
@@ -125,7 +126,7 @@ class Near:
         self._waiting: dict[int, _Waiting] = {}
         self._lost: KVPoolError | None = None
         self._numbers = itertools.count(1)
-        self._parts = Parts()  # of the connection's thread
+        self._parts = Parts(ANSWER_BYTES_MAX)  # of the connection's thread
         endpoint.on_notification(self._take)
         endpoint.on_lost(
             lambda _: self.end(PeerUnreachableError("the connection ended: connect again"))

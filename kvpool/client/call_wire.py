@@ -16,6 +16,9 @@ from kvpool.transfer.base import NOTIFICATION_BYTES_MAX
 
 # Largest request. Beyond it a call of gRPC takes less than cutting it: 1.5 ms.
 CALL_BYTES_MAX: Final = 8 << 10
+# Largest answer: who holds each of as many names as a call may have takes more bytes than the names,
+# where nodes' names are long and replicas many.
+ANSWER_BYTES_MAX: Final = 256 << 10
 # Calls of one connection that may be under way.
 CALLS_MAX: Final = 64
 # Longest time of one.
@@ -26,8 +29,8 @@ UNANSWERED: Final = 0
 # Message, index of the part, parts of the message.
 _HEAD: Final = struct.Struct("<IHH")
 _PIECE_BYTES: Final = NOTIFICATION_BYTES_MAX - _HEAD.size
-# Parts of a message that is as large as may be, what goes around a request included.
-_PARTS_MAX: Final = (CALL_BYTES_MAX + 1024) // _PIECE_BYTES + 1
+# What may go around the bytes of a call or an answer.
+_AROUND_BYTES_MAX: Final = 1024
 
 _Number = Annotated[int, msgspec.Meta(ge=0, lt=2**32)]
 
@@ -88,9 +91,13 @@ class Parts:
     """Messages that have come in part. One thread.
 
     At most CALLS_MAX are kept: with one more, the one that began first is let go.
+
+    Args:
+        bytes_max: Largest request or answer; a longer one is no message.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, bytes_max: int = CALL_BYTES_MAX) -> None:
+        self._parts_max = (bytes_max + _AROUND_BYTES_MAX) // _PIECE_BYTES + 1
         self._begun: dict[int, list[bytes]] = {}
 
     def __len__(self) -> int:
@@ -110,7 +117,7 @@ class Parts:
         if count == 1 and index == 0:
             return _decoded(piece)
         pieces = self._begun.setdefault(number, [])
-        if index != len(pieces) or not index < count <= _PARTS_MAX:
+        if index != len(pieces) or not index < count <= self._parts_max:
             del self._begun[number]
             raise CorruptionError(f"part {index} of {count} does not follow {len(pieces)} parts")
         pieces.append(piece)

@@ -12,7 +12,11 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, Final
 
+import msgspec
+from google.protobuf.message import Message
+
 from kvpool.client.call_wire import (
+    ANSWER_BYTES_MAX,
     CALLS_MAX,
     UNANSWERED,
     Answer,
@@ -120,7 +124,7 @@ class Answering:
             reply = prompt(decode(call.request))
             if reply is None:
                 return False
-            answer = Answer(call.number, "", encode(reply))
+            answer = _answered(call, reply)
         except KVPoolError as error:
             answer = _failed(call, error)
         except Exception as error:
@@ -201,7 +205,7 @@ class Answering:
         give_up = self._loop.time() + call.timeout_s
         try:
             async with asyncio.timeout_at(give_up):
-                answer = Answer(call.number, "", encode(await handler(decode(call.request))))
+                answer = _answered(call, await handler(decode(call.request)))
         except TimeoutError:
             return  # nobody waits any more
         except KVPoolError as error:
@@ -211,6 +215,18 @@ class Answering:
             answer = _failed(call, InternalError(f"{type(error).__name__}: {error}"))
         if call.number != UNANSWERED:
             await _send(session, cut(answer.number, answer), give_up - self._loop.time())
+
+
+def _answered(call: Call, reply: msgspec.Struct | Message) -> Answer:
+    """Return an answer. Raises CapacityError: it is more than a connection carries."""
+    encoded = encode(reply)
+    if len(encoded) > ANSWER_BYTES_MAX:
+        raise CapacityError(
+            f"an answer of {len(encoded)} bytes, and a connection carries {ANSWER_BYTES_MAX}: ask for "
+            "less at once",
+            size_bytes=len(encoded),
+        )
+    return Answer(call.number, "", encoded)
 
 
 def _failed(call: Call, error: KVPoolError) -> Answer:

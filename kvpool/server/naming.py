@@ -112,17 +112,17 @@ class Naming:
                     announcer.broken(BlockHash(names[at : at + HASH_BYTES]))
             self._spread()
 
-    def tick(self) -> None:
+    def tick(self) -> bool:
         """Scan the tiers for names that are not there any more, if blocks have left since.
 
-        Raises what the scan before this one met.
+        False: that is under way. Raises what the scan before this one met.
         """
         announcer, tier = self._announcer, self._tier
         if announcer is None or tier is None:
-            return
+            return True
         before = self._scan
         if before is not None and not before.done():
-            return
+            return False
         self._scan = None
         if self._turned_at and self._loop.time() - self._turned_at > _SETTLED_S:
             self._turned_at = 0.0
@@ -130,12 +130,13 @@ class Naming:
         try:
             lost = sum(stats.evictions + stats.corruptions for _, stats in stats_of(tier))
         except KVPoolError:
-            return  # closed
+            return True  # closed
         if lost != self._lost:
             self._lost = lost
             self._scan = self._loop.create_task(self._look_for_gone(announcer, tier))
         if before is not None:
             before.result()
+        return True
 
     def turn(self, ring: Ring) -> None:
         """Use another ring. New owners are told what they own now, in the background."""

@@ -136,15 +136,16 @@ class PoolService:
     def _expire_clients(self) -> None:
         self.sessions.expire(_IDLE_S)
 
-    def _begin_sweep(self) -> None:
-        """Look for blocks of tenants that left, unless that is under way; raises what it met before."""
+    def _begin_sweep(self) -> bool:
+        """Look for blocks of tenants that left; raises what it met before. False: it is under way."""
         before = self._sweeping
         if before is not None and not before.done():
-            return
+            return False
         sweep = self._served.tenancy.sweep(self._served.executor)
         self._sweeping = asyncio.get_running_loop().create_task(sweep)
         if before is not None:
             before.result()
+        return True
 
     def _set_gauges(self) -> None:
         self._metrics.set("kvpool_server_client_count", len(self.sessions))

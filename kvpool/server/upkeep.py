@@ -16,7 +16,8 @@ from kvpool.server.http import Health
 
 logger = logging.getLogger(__name__)
 
-Tasks = Mapping[str, Callable[[], None]]
+# A task that answers False has work under way still, and says nothing yet of how that went.
+Tasks = Mapping[str, Callable[[], bool | None]]
 
 # Failures in a row until nobody should send clients here: one alone may be a moment's.
 FAILURES_MAX: Final = 3
@@ -39,11 +40,11 @@ class Upkeep:
         self._health.turn()
         for name, task in tasks.items():
             try:
-                task()
+                told = task()
             except Exception as error:  # noqa: BLE001 (whatever it is, the rest goes on)
                 self._failed(name, error)
                 continue
-            if self._failures.pop(name, 0) >= FAILURES_MAX:
+            if told is not False and self._failures.pop(name, 0) >= FAILURES_MAX:
                 self._health.trouble(name, "")
                 logger.warning("%s works again", name)
 

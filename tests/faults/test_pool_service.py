@@ -215,6 +215,8 @@ def test_a_store_that_fits_is_kept(storer: Storer, watcher: RemotePool) -> None:
         {"hashes": b"x" * (BLOCKS + 1) * HASH_BYTES},
         {"ancestors": b"short"},
         {"crcs": b"xyz"},
+        {"crcs": bytes(4)},
+        {"crcs": bytes(4 * BLOCKS * LAYOUT.crc_count + 4)},
         {"slots": [0, 1]},
         {"slots": [0, 1, 2, BLOCKS]},
         {"generations": [1, 2]},

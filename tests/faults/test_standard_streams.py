@@ -174,6 +174,35 @@ def test_what_is_read_is_whole_and_says_what_was_lost() -> None:
             assert rest.read() == "(3 pieces of output were lost here: nobody took them)\nlast\n"
 
 
+def test_what_fits_in_part_is_lost_too() -> None:
+    says = (
+        "import sys\n"
+        "from kvpool.standard_streams import never_wait_for_readers\n"
+        "never_wait_for_readers()\n"
+        "sys.stderr.buffer.raw.write(b'y' * (1 << 20))\n"
+        "print('go on', flush=True)\n"
+        "sys.stdin.readline()\n"
+        "print('last', file=sys.stderr)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", says],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        assert process.stdin and process.stdout and process.stderr
+        assert process.stdout.readline() == b"go on\n"
+        while set(os.read(process.stderr.fileno(), 1 << 16)) <= {ord("y")} and pending(
+            process.stderr.fileno()
+        ):
+            pass
+        os.set_blocking(process.stderr.fileno(), True)
+        process.stdin.write(b"\n")
+        process.stdin.close()
+        assert b" of output were lost here: nobody took them)\nlast\n" in process.stderr.read()
+        assert process.wait(WAIT_S) == 0
+
+
 def pending(reader: int) -> bool:
     os.set_blocking(reader, False)
     try:

@@ -1,4 +1,4 @@
-"""A tenant that has all that it may keeps no other out: clients, and stores at once."""
+"""A tenant that has all that it may keeps no other out: clients, stores and calls at once."""
 
 import threading
 import urllib.request
@@ -7,6 +7,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
+import grpc
 import pytest
 
 from kvpool.client import protocol
@@ -23,6 +24,7 @@ from tests.waiting import until
 
 DRAM_BYTES = 64 * LAYOUT.block_bytes
 CLIENTS, STORES = 2, 1  # of each of two tenants, and as many for this user
+CALLS = 8  # of red
 
 
 def token_of(tenant: str) -> str:
@@ -41,7 +43,7 @@ class Server:
             f"[node]\nclients_max = {3 * CLIENTS}\nstores_max = {3 * STORES}\n"
             f'[listen]\naddress = "{self.address}"\nhttp = "127.0.0.1:{self.http}"\n'
             f'[access]\nsecret_file = "{folder / "secret"}"\n'
-            f'[[tenants]]\nname = "red"\ntoken_file = "{folder / "red"}"\n'
+            f'[[tenants]]\nname = "red"\ntoken_file = "{folder / "red"}"\ncalls_max = {CALLS}\n'
             f'[[tenants]]\nname = "blue"\ntoken_file = "{folder / "blue"}"\n'
         )
         self.process = ServerProcess(run_dir, DRAM_BYTES, "--config", str(config))
@@ -124,3 +126,57 @@ def test_a_tenant_has_its_share_of_stores(server: Server) -> None:
             go_on.set()
             thread.join(WAIT_S)
     assert server.counter("stores") == 1
+
+
+SHOWN = (("authorization", f"Bearer {token_of('red')}"),)
+
+
+def is_full(channel: grpc.Channel) -> bool:
+    """Say whether one call more of red is refused."""
+    try:
+        channel.unary_unary(protocol.MATCH.path)(b"", timeout=WAIT_S, metadata=SHOWN)
+    except grpc.RpcError as error:
+        return bool(error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED)
+    return False
+
+
+def end_calls(server: Server, how: str) -> None:
+    """Have as many calls under way as red may, and end them."""
+    go_on = threading.Event()
+
+    def messages() -> Iterator[bytes]:
+        go_on.wait(WAIT_S)
+        yield b""
+
+    with grpc.insecure_channel(server.address) as channel:
+        method = protocol.STATS if how == "answered" else protocol.WRITE
+        begin = channel.stream_unary(method.path).future
+        limit_s = 2.0 if how == "late" else WAIT_S
+        begun: list[grpc.Future] = []
+
+        def fill() -> bool:
+            begun[:] = [one for one in begun if not one.done()]
+            for _ in range(CALLS - len(begun)):  # who asked whether it is full may have been first
+                begun.append(begin(messages(), timeout=limit_s, metadata=SHOWN))
+            return how == "late" or (is_full(channel) and not any(one.done() for one in begun))
+
+        try:
+            until(fill, "they are under way")
+            if how == "cancelled":
+                for one in begun:
+                    one.cancel()
+            elif how == "gone":
+                channel.close()
+            elif how != "late":
+                go_on.set()
+            until(lambda: all(one.done() for one in begun), "they have ended")
+        finally:
+            go_on.set()
+
+
+@pytest.mark.parametrize("how", ["cancelled", "late", "gone", "refused", "answered"])
+def test_a_share_of_calls_comes_back_however_they_end(server: Server, how: str) -> None:
+    with grpc.insecure_channel(server.address) as asking:
+        end_calls(server, how)
+        until(lambda: not is_full(asking), "there is room again")
+        end_calls(server, how)  # with as much room as before

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from kvpool.client.call_wire import (
+    ANSWER_BYTES_MAX,
     CALL_BYTES_MAX,
     CALLS_MAX,
     Answer,
@@ -34,6 +35,13 @@ def test_a_message_comes_as_it_was_cut(size: int) -> None:
         notifications = cut(7, message)
         assert all(0 < len(each) <= NOTIFICATION_BYTES_MAX for each in notifications)
         assert joined(Parts(), notifications) == [message]
+
+
+def test_an_answer_may_be_longer_than_a_call() -> None:
+    longest = Answer(7, "", random.Random("answer").randbytes(ANSWER_BYTES_MAX))
+    assert joined(Parts(ANSWER_BYTES_MAX), cut(7, longest)) == [longest]
+    with pytest.raises(CorruptionError):
+        joined(Parts(), cut(7, longest))
 
 
 def test_messages_of_many_threads_are_told_apart() -> None:

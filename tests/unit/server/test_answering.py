@@ -7,8 +7,20 @@ from typing import Any
 
 import pytest
 
+from kvpool.block import HASH_BYTES
 from kvpool.client import protocol
-from kvpool.client.call_wire import CALLS_MAX, UNANSWERED, Answer, Call, Cancel, Parts, cut
+from kvpool.client.asking import Near
+from kvpool.client.call_wire import (
+    ANSWER_BYTES_MAX,
+    CALL_BYTES_MAX,
+    CALLS_MAX,
+    UNANSWERED,
+    Answer,
+    Call,
+    Cancel,
+    Parts,
+    cut,
+)
 from kvpool.errors import CapacityError
 from kvpool.server.answering import Answering
 from kvpool.server.sessions import Session
@@ -30,6 +42,7 @@ class Client:
         self._parts = Parts()
         self._answers: asyncio.Queue[Answer] = asyncio.Queue()
         self._answering = answering
+        self.endpoint = reader
         self._standing = threading.Event()
         self._standing.set()
         self.session = Session(bytes(16), owner, greeted=True, tenant="red", caller=RED)
@@ -328,3 +341,43 @@ def test_calls_begin_in_their_order() -> None:
         assert protocol.MatchReply.FromString(answer.reply).blocks == 2
 
     play(note, scene)
+
+
+def lookup(nodes: int) -> protocol.LookupReply:
+    """Return who holds the names of a call as long as may be: of each, that many other nodes."""
+    names = CALL_BYTES_MAX // HASH_BYTES
+    sets = [
+        protocol.NodeSet(nodes=[f"{name:031}.{node:032}" for node in range(nodes)])
+        for name in range(names)
+    ]
+    return protocol.LookupReply(holders=list(range(names)), sets=sets)
+
+
+@pytest.mark.parametrize("prompt", [True, False])
+@pytest.mark.parametrize("nodes", [3, 64])
+def test_who_holds_what_fits_into_an_answer_or_is_refused(nodes: int, prompt: bool) -> None:
+    """An answer that its client took for none would be waited for, and its shard be called silent."""
+    reply = lookup(nodes)
+    fits = reply.ByteSize() <= ANSWER_BYTES_MAX
+    assert fits == (nodes == 3) and reply.ByteSize() > 2 * CALL_BYTES_MAX
+
+    async def answer(request: object) -> protocol.LookupReply:
+        return reply
+
+    async def scene(client: Client, answering: Answering) -> None:
+        answering.add(protocol.LOOKUP, answer)
+        if prompt:
+            answering.add_prompt(protocol.LOOKUP, lambda request: reply)
+            client.session.caller = Tenant()
+        assert client.session.endpoint is not None
+        client.session.endpoint.on_notification(lambda said: answering.take(client.session, said))
+        near = Near(client.endpoint, CALL_BYTES_MAX)
+        asked = near.ask(protocol.LOOKUP, b"", PATIENCE_S)
+        assert asked is not None
+        if fits:
+            assert await asyncio.to_thread(asked.reply) == reply
+        else:
+            with pytest.raises(CapacityError, match="ask for less"):
+                await asyncio.to_thread(asked.reply)
+
+    play(five, scene)

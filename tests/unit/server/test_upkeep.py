@@ -16,16 +16,18 @@ class Scene:
         self.metrics, self.health = Metrics(), Health(self.clock)
         self.upkeep = Upkeep(self.metrics, self.health, self.clock)
         self.error: Exception | None = None
+        self.ended = True
         self.turns = {"leases": 0, "gauges": 0}
 
     def run(self, turns: int = 1) -> None:
         for _ in range(turns):
             self.upkeep.run({"leases": self.leases, "gauges": self.gauges})
 
-    def leases(self) -> None:
+    def leases(self) -> bool:
         self.turns["leases"] += 1
         if self.error is not None:
             raise self.error
+        return self.ended
 
     def gauges(self) -> None:
         self.turns["gauges"] += 1
@@ -68,3 +70,17 @@ def test_one_failure_is_counted_and_takes_nobody_away() -> None:
     scene.run(FAILURES_MAX - 1)
     assert scene.health.troubles() == "", "they were not in a row"
     assert scene.failed() == f"{2 * (FAILURES_MAX - 1)}.0"
+
+
+def test_what_is_under_way_is_no_success() -> None:
+    """A scan that takes longer than a turn fails as well as a short one, and nobody is told it works."""
+    scene = Scene()
+    for _ in range(FAILURES_MAX):
+        scene.error, scene.ended = ValueError("of the scan before"), False
+        scene.run()
+        scene.error = None
+        scene.run(2)
+    assert scene.health.troubles() == "leases fails: ValueError: of the scan before"
+    scene.ended = True
+    scene.run()
+    assert scene.health.troubles() == ""
