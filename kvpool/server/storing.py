@@ -154,6 +154,9 @@ class Storing:
                 result = reservation.finish(await fill(reservation))
             finally:
                 self.under_way -= 1
+            # First of all: they are here, though the caller leave or the device refuse them.
+            here = request.hashes[: result.stored * HASH_BYTES]
+            await self._served.tenancy.stored(here, self._served.executor)
             if request.durable:
                 left_s = max(0.0, request.timeout_s - (self._served.clock.now() - began))
                 result = await self._make_durable(pool, request, result, left_s)
@@ -163,7 +166,6 @@ class Storing:
                 request.ancestors + request.hashes, first, result.stored
             )
         held = request.hashes[: result.stored * HASH_BYTES]
-        await self._served.tenancy.stored(held, self._served.executor)
         lease = self._leasing.hold(pool, session, held, request.hold_s)
         return protocol.StoreReply(
             stored=result.stored, new=result.new, refused=result.refused, lease=lease

@@ -18,7 +18,7 @@ from kvpool.client.rpc_service import Gate
 from kvpool.errors import CapacityError, UsageError
 from kvpool.metrics import Metrics
 from kvpool.server.quotas import LOOP_NAMES, SWEEP_NAMES, TenantLedger
-from kvpool.server.tenant import Authenticator, calling_tenant
+from kvpool.server.tenant import Authenticator, Tenant, calling_tenant
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,7 @@ class Tenancy:
         self._ledger: TenantLedger | None = None
         self._calls: Counter[str] = Counter()  # by tenant, under way
         self._stores: Counter[str] = Counter()
+        self._noting: set[asyncio.Task[None]] = set()
 
     def gate(self, authenticator: Authenticator, *, local: bool) -> Gate:
         """Return what looks at each call first.
@@ -147,14 +148,24 @@ class Tenancy:
             ledger.give_room(tenant, blocks)
 
     async def stored(self, hashes: bytes, executor: Executor) -> None:
-        """Take note that blocks of the caller are here."""
+        """Take note that blocks of the caller are here, though he leave meanwhile."""
         tenant = calling_tenant.get()
         if self._ledger is None or not tenant.name or not hashes:
             return
-        if self._ledger.is_full(hashes):
-            # Blocks leave the tiers before names outnumber their slots.
-            await self.sweep(executor, self._ledger.capacity)
-        self._ledger.stored(tenant, hashes)
+        if not self._ledger.is_full(hashes):
+            self._ledger.stored(tenant, hashes)
+            return
+        noting = asyncio.create_task(self._make_room(self._ledger, tenant, hashes, executor))
+        self._noting.add(noting)
+        noting.add_done_callback(self._noting.discard)
+        await asyncio.shield(noting)
+
+    async def _make_room(
+        self, ledger: TenantLedger, tenant: Tenant, hashes: bytes, executor: Executor
+    ) -> None:
+        # Blocks leave the tiers before names outnumber their slots.
+        await self.sweep(executor, ledger.capacity)
+        ledger.stored(tenant, hashes)
 
     def require_leasable(self, leased_bytes: int) -> None:
         """Raise CapacityError if all clients of the caller together hold too much."""

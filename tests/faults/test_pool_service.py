@@ -43,6 +43,7 @@ from kvpool.memory import Crcs, copy_blocks
 from kvpool.metrics import Metrics
 from kvpool.server.holdings import Holdings
 from kvpool.server.service import PoolService
+from kvpool.server.tenancy import Tenancy
 from kvpool.testing.blocks import view_of
 from kvpool.testing.pair import empty, flip
 from kvpool.transfer.host import HostTransport
@@ -84,6 +85,7 @@ def running(
     holdings: Holdings | None = None,
     lease_seconds_max: float = 60.0,
     slots: int = SLOTS,
+    tenancy: Tenancy | None = None,
 ) -> Iterator[Running]:
     """Run a service; with no copy threads, what it starts to copy does not end by itself."""
     with ExitStack() as stack:
@@ -111,6 +113,7 @@ def running(
                 events=events,
                 clock=SystemClock(),
                 holdings=holdings,
+                tenancy=tenancy,
             )
             pool.serve(control)
             pool.addresses["host"] = transport.listen(
