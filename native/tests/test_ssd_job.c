@@ -200,6 +200,17 @@ static void test_a_hung_read_ends_and_touches_nothing(void)
     closed(mine);
 }
 
+static size_t count_spare(kvp_ssd *ssd)
+{
+    pthread_mutex_lock(&ssd->mutex);
+    const size_t count = ssd->spare_count;
+    for (size_t i = 0; i < count; i++) /* none twice, and each in its place */
+        for (size_t j = 0; j < count; j++)
+            CHECK(i == j || (size_t)labs(ssd->spare[i] - ssd->spare[j]) >= SLOT_BYTES);
+    pthread_mutex_unlock(&ssd->mutex);
+    return count;
+}
+
 static void test_a_late_write_is_told_when_it_has_ended(void)
 {
     store *mine = opened();
@@ -232,6 +243,7 @@ static void test_a_late_write_is_told_when_it_has_ended(void)
         CHECK(kvp_ssd_run(mine->ssd, &late, &deadline) == KVP_TIMEOUT);
     }
     CHECK(kvp_ssd_settled(mine->ssd, SLOTS, slots, lives) == 0);
+    CHECK(count_spare(mine->ssd) == 0); /* the kernel has them all */
     set_hung(false);
     size_t settled = 0;
     while (settled < THREADS) {
@@ -240,7 +252,7 @@ static void test_a_late_write_is_told_when_it_has_ended(void)
             CHECK(slots[i] < SLOTS && lives[i] == mine->lives[slots[i]]);
         settled += taken;
     }
-    CHECK(kvp_ssd_late(mine->ssd) == 0);
+    CHECK(kvp_ssd_late(mine->ssd) == 0 && count_spare(mine->ssd) == THREADS);
     closed(mine);
 }
 
@@ -283,6 +295,69 @@ static void test_a_write_leaves_threads_to_others(void)
     CHECK(kvp_ssd_finish(mine->ssd, &reads, &deadline) == KVP_OK && read == KVP_SLOT_DONE);
     CHECK(count_results(mine, KVP_SLOT_DONE) == SLOTS);
     CHECK(mine->ssd->spare_count == THREADS && writes.taken == 0);
+    closed(mine);
+}
+
+/* Who asks again and again, until nobody needs it any more. */
+typedef struct {
+    store *mine;
+    job_kind kind;
+    size_t width;
+    bool *over;
+} insister;
+
+static kvp_status ask_once(const insister *self)
+{
+    uint8_t results[SLOTS];
+    uint32_t crcs[SLOTS * CRCS];
+    store *mine = self->mine;
+    const struct timespec deadline = kvp_ssd_deadline(UINT64_C(60) * SECOND);
+    uint8_t *dest = malloc(SLOTS * PAYLOAD);
+    CHECK(dest != NULL);
+    const kvp_view view = flat(self->kind == READ ? dest : mine->source[0]);
+    batch asked = {.kind = self->kind,
+                   .width = self->width,
+                   .slots = mine->slots,
+                   .generations = mine->lives,
+                   .keys = mine->keys[0],
+                   .parents = mine->parents[0],
+                   .view = &view,
+                   .blocks = mine->blocks,
+                   .crcs = crcs,
+                   .results = results,
+                   .count = SLOTS};
+    const kvp_status status = kvp_ssd_run(mine->ssd, &asked, &deadline);
+    free(dest);
+    return status;
+}
+
+static void *insist(void *argument)
+{
+    const insister *self = argument;
+    while (!__atomic_load_n(self->over, __ATOMIC_ACQUIRE))
+        CHECK(ask_once(self) == KVP_OK);
+    return NULL;
+}
+
+/* Neither reads that never end keep writes waiting for ever, however few may be under way, nor the
+ * other way round. */
+static void test_everybody_has_a_turn(job_kind kind, size_t width, job_kind others)
+{
+    enum { OTHERS = 2 * THREADS, TURNS = 5 };
+    store *mine = opened();
+    bool over = false;
+    pthread_t threads[OTHERS];
+    insister many = {.mine = mine, .kind = others, .over = &over};
+    const insister one = {.mine = mine, .kind = kind, .width = width};
+    CHECK(write_all(mine, UINT64_C(60) * SECOND) == KVP_OK); /* an intent names them all */
+    for (size_t i = 0; i < OTHERS; i++)
+        CHECK(pthread_create(&threads[i], NULL, insist, &many) == 0);
+    for (size_t i = 0; i < TURNS; i++)
+        CHECK(ask_once(&one) == KVP_OK);
+    __atomic_store_n(&over, true, __ATOMIC_RELEASE);
+    for (size_t i = 0; i < OTHERS; i++)
+        CHECK(pthread_join(threads[i], NULL) == 0);
+    CHECK(count_spare(mine->ssd) == THREADS);
     closed(mine);
 }
 
@@ -414,6 +489,8 @@ int main(void)
     test_a_hung_read_ends_and_touches_nothing();
     test_a_late_write_is_told_when_it_has_ended();
     test_a_write_leaves_threads_to_others();
+    test_everybody_has_a_turn(WRITE, 1, READ);
+    test_everybody_has_a_turn(READ, 0, WRITE);
     test_how_many_slots_are_written_at_once();
     test_a_source_that_lies_is_not_written();
     test_intents_name_the_slots();
