@@ -190,7 +190,7 @@ METRICS: Final = (
     ),
     _metric(
         "counter",
-        "kvpool_server_failed_upkeep_total",
+        "kvpool_server_failed_upkeep_passes_total",
         "Turns of what a server does now and then that failed, and were tried again: a bug to report.",
         task=("leases", "clients", "tenants", "gauges", "directory", "names"),
     ),

@@ -50,7 +50,7 @@ class Upkeep:
 
     def _failed(self, name: str, error: Exception) -> None:
         self._failures[name] += 1
-        self._metrics.count("kvpool_server_failed_upkeep_total", task=name)
+        self._metrics.count("kvpool_server_failed_upkeep_passes_total", task=name)
         if self._failures[name] >= FAILURES_MAX:
             self._health.trouble(name, f"{type(error).__name__}: {error}")
         now = self._clock.now()

@@ -8,6 +8,7 @@ import pytest
 
 from kvpool.arena import Slots
 from kvpool.base import Match
+from kvpool.client.remote import RemotePool
 from kvpool.errors import PeerUnreachableError
 from kvpool.leases import PoolLeases
 from kvpool.tiers.base import BlockTokens
@@ -24,11 +25,21 @@ def leases_of(service: Running) -> PoolLeases:
     return service.pool._served.get().leases
 
 
+def store_and_rest(service: Running, pool: RemotePool) -> None:
+    """Store a chain, and wait until the loop has no call of a client: the next one may be prompt.
+
+    The loop is done with a call a moment after its answer has gone.
+    """
+    assert store(pool, 1) == CHAIN_BLOCKS
+    sessions = service.pool.sessions._sessions.values()
+    until(lambda: all(one.handed == one.ended for one in sessions), "no call is with the loop")
+
+
 def test_nothing_is_granted_to_a_client_whose_connection_ended_in_that_moment(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with running() as service, service.connect() as pool:
-        assert store(pool, 1) == CHAIN_BLOCKS
+        store_and_rest(service, pool)
         sessions, leases = service.pool.sessions, leases_of(service)
         threads: list[threading.Thread] = []
         real = leases.grant
@@ -55,7 +66,7 @@ def test_a_block_that_left_before_its_pin_is_leased_by_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with running() as service, service.connect() as pool:
-        assert store(pool, 1) == CHAIN_BLOCKS
+        store_and_rest(service, pool)
         leases, tier = leases_of(service), service.pool._served.get().tier
         real, threads = leases.grant, list[str]()
 

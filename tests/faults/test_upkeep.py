@@ -53,7 +53,7 @@ sys.exit(main.main(sys.argv[1:]))
 
 
 def test_the_tasks_are_those_of_the_metric() -> None:
-    [metric] = [one for one in METRICS if one.name == "kvpool_server_failed_upkeep_total"]
+    [metric] = [one for one in METRICS if one.name == "kvpool_server_failed_upkeep_passes_total"]
     assert dict(metric.labels)["task"] == TASKS
 
 
@@ -84,7 +84,9 @@ def test_a_server_whose_tasks_fail_serves_and_says_so(
 
     def failures() -> dict[str, float]:
         lines = [
-            line for line in answer(http, "/metrics").splitlines() if "failed_upkeep_total{" in line
+            line
+            for line in answer(http, "/metrics").splitlines()
+            if "failed_upkeep_passes_total{" in line
         ]
         return {task: float(line.split()[-1]) for task in TASKS for line in lines if task in line}
 

@@ -34,7 +34,7 @@ class Scene:
 
     def failed(self) -> str:
         lines = self.metrics.expose().decode().splitlines()
-        [line] = [one for one in lines if 'failed_upkeep_total{task="leases"}' in one]
+        [line] = [one for one in lines if 'failed_upkeep_passes_total{task="leases"}' in one]
         return line.split()[1]
 
 
