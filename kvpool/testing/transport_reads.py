@@ -6,6 +6,7 @@ A part of ``TransportSuite``.
 import math
 import threading
 from dataclasses import replace
+from typing import cast
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ from kvpool.errors import (
     LeaseExpiredError,
     UsageError,
 )
-from kvpool.memory import BlockView, Span
+from kvpool.memory import BlockView, Crcs, Span
 from kvpool.testing.blocks import payload, view_of
 from kvpool.testing.pair import (
     SLOTS,
@@ -138,6 +139,26 @@ class ReadChecks(TransportScene):
             )
             assert read.wait(WAIT_S) == 2
             np.testing.assert_array_equal(sums[:2], crcs[:2])
+
+    def test_room_for_sums_that_does_not_fit_is_refused(self, pair: Pair) -> None:
+        slots = pair.publish(payload(self.layout, 3, seed=10))
+        room = pair.arena.crcs(slots)
+        fixed = room.copy()
+        fixed.flags.writeable = False
+        wide = np.zeros((*room.shape[:2], 2 * room.shape[2]), dtype=np.uint32)
+        wrong = (room[:2], room.astype(np.int64), room.view(np.int32), fixed, wide[:, :, ::2])
+        out = empty(self.layout, 3)
+        for sums in wrong:
+            with pytest.raises(UsageError):
+                pair.at_reader.read_blocks(
+                    view_of(self.layout, out),
+                    named(0, slots),
+                    source_layout=self.layout,
+                    dest_layer=None,
+                    deadline_s=WAIT_S,
+                    sums=cast(Crcs, sums),
+                )
+        assert not out.any()
 
     def test_a_block_that_is_overwritten_meanwhile_is_never_delivered(self, pair: Pair) -> None:
         stop = threading.Event()

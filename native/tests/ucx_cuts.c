@@ -15,12 +15,16 @@ static size_t cut_all(const kvp_ucx_job *job, size_t window, bool gets, size_t m
     for (; read.next_item < job->count; asks++) {
         kvp_read_cut(&read, &ask, window);
         size_t bytes = 0;
+        bool beside = true;
+        CHECK(ask.head.count * ask.head.crc_count <= KVP_ASK_CRCS_MAX);
         CHECK(ask.head.count != 0 && ask.head.count <= KVP_ASK_ITEMS_MAX && ask.first == item);
         for (size_t i = 0; i < ask.head.count; i++) {
             bool blocks_of = job->shape != NULL;
             size_t size = blocks_of ? job->layers * kvp_layer_bytes(job->shape)
                                     : job->spans[item].size;
             CHECK(ask.items[i].slot == job->slots[item] && ask.items[i].size != 0);
+            CHECK(job->regions[item] == ask.head.region);
+            beside = beside && (i == 0 || job->slots[item] == job->slots[item - 1] + 1);
             CHECK(ask.items[i].offset == (blocks_of ? 0 : job->spans[item].remote_offset) + begun);
             bytes += ask.items[i].size;
             begun += ask.items[i].size;
@@ -29,6 +33,7 @@ static size_t cut_all(const kvp_ucx_job *job, size_t window, bool gets, size_t m
             begun = begun == size ? 0 : begun;
         }
         CHECK(bytes <= window && bytes <= most);
+        CHECK(gets || beside || bytes <= 512 << 10);
     }
     CHECK(item == job->count && begun == 0);
     return asks;
@@ -68,9 +73,35 @@ static void test_what_may_be_asked(void)
     CHECK(!kvp_ask_sound(&several, three, &region, 3 * BYTES - 1));
 }
 
+/* Any layout, any window, slots that lie beside each other for a while, regions that change. */
+static void test_any_read(void)
+{
+    static uint32_t regions[SLOTS], slots[SLOTS];
+    static uint64_t lives[SLOTS];
+    for (size_t step = 0; step < 20000; step++) {
+        const kvp_shape shape = {1 + random_below(step % 4 == 0 ? KVP_ASK_CRCS_MAX : 16),
+                                 1 + random_below(64), 1 + random_below(400), random_below(400)};
+        const kvp_ucx_job job = {.count = 1 + random_below(SLOTS),
+                                 .regions = regions,
+                                 .slots = slots,
+                                 .generations = lives,
+                                 .shape = &shape,
+                                 .layers = 1 + random_below(80)};
+        for (size_t i = 0; i < SLOTS; i++) {
+            const bool jumps = i == 0 || random_below(1 + step % 9) == 0;
+            slots[i] = jumps ? (uint32_t)next_random() : slots[i - 1] + 1;
+            regions[i] = i == 0 || random_below(20) == 0 ? (uint32_t)random_below(3) : regions[i - 1];
+        }
+        const size_t window = 4096 << random_below(14);
+        if (kvp_read_fits(&job, window))
+            cut_all(&job, window, step % 3 == 0, window);
+    }
+}
+
 int main(void)
 {
     test_what_may_be_asked();
+    test_any_read();
     static uint32_t regions[SLOTS], slots[SLOTS];
     static uint64_t lives[SLOTS];
     for (uint32_t i = 0; i < SLOTS; i++) {
