@@ -89,6 +89,14 @@ void kvp_intent_seal(const kvp_ssd_geometry *geometry, uint64_t sequence, const 
 
 typedef enum { READ, WRITE, ERASE, SCAN, SYNC, INTENT } job_kind;
 
+/* Which way a write's bytes are copied, learnt from what its copies took: into the cache, from which
+ * they are sent, or past it, where the cache keeps them not long enough. Of whoever writes. */
+typedef struct {
+    uint64_t past_ns; /* the least that a slot took past the cache; 0: not known */
+    size_t rest;      /* writes that still go past it, before the cache is tried again */
+    bool tried;       /* the cache, once */
+} copy_way;
+
 /* What a call hands to the threads: one job for each of `count` slots (SYNC: files; INTENT: one). */
 typedef struct batch {
     job_kind kind;
@@ -115,6 +123,7 @@ typedef struct batch {
     size_t limit; /* first job that nobody may take yet: the threads are there for others, too */
     size_t width; /* jobs under way at once, at most; 0: as many as there are threads */
     size_t taken; /* jobs under way */
+    uint64_t copy_ns; /* WRITE: of CPUs, for all slots that were copied */
     bool queued;
     size_t ended; /* jobs */
     int error;    /* the first errno */
@@ -130,6 +139,7 @@ typedef struct {
     slot_name name;
     bool touching; /* the caller's memory */
     bool begun;    /* what the kernel has, or is about to be given */
+    uint64_t copy_ns;
 } worker;
 
 typedef struct {
@@ -147,6 +157,7 @@ struct kvp_ssd {
     uint64_t sequence; /* of the next intent; of whoever writes, as the next two */
     uint32_t named[KVP_SSD_INTENT_SLOTS]; /* by the last intent, which is durable: in order */
     size_t named_count;
+    copy_way way;
     bool closing, orphaned;
     bool stopped; /* nobody waits any more */
     size_t alive, settled_count;
@@ -173,6 +184,10 @@ size_t kvp_ssd_settled_max(const kvp_ssd *ssd);
 /* How many slots are written at once, so that what was copied is in the cache when it is sent; 0 if a
  * slot is too large for that. */
 size_t kvp_ssd_write_width(const kvp_ssd_geometry *geometry);
+/* Whether the next large write goes past the cache. */
+bool kvp_ssd_way_next(copy_way *way);
+/* Learn what a slot of a large write took to copy. */
+void kvp_ssd_way_learn(copy_way *way, bool past, uint64_t slot_ns);
 struct timespec kvp_ssd_deadline(uint64_t timeout_ns);
 /* Hand a batch to the threads. Its first job is taken after those of batches begun before it. */
 void kvp_ssd_begin(kvp_ssd *ssd, batch *mine);

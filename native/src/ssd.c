@@ -14,11 +14,37 @@
 /* What is copied and not on the disk yet, of writes, at most: a part of a CPU's last cache, which the
  * bytes are then sent from; enough to keep a disk busy (decision 0008). */
 enum { STAGED_BYTES = 9 << 20 };
+/* A write of fewer bytes says nothing of the cache: they may lie in it already. */
+enum { LEARNT_BYTES = 16 << 20 };
+/* Writes that go past a cache that does not keep what is copied, before one tries it again. */
+enum { PAST_WRITES = 15 };
 
 size_t kvp_ssd_write_width(const kvp_ssd_geometry *geometry)
 {
     const size_t width = STAGED_BYTES / geometry->slot_bytes;
     return width < 2 ? 0 : width;
+}
+
+bool kvp_ssd_way_next(copy_way *way)
+{
+    if (way->tried && way->past_ns == 0)
+        return true;
+    if (way->rest == 0)
+        return false;
+    way->rest--;
+    return true;
+}
+
+void kvp_ssd_way_learn(copy_way *way, bool past, uint64_t slot_ns)
+{
+    if (!past) {
+        way->tried = true;
+        /* Half as much again is no noise; where the cache fails it is twice (decision 0008). */
+        if (way->past_ns != 0 && slot_ns > way->past_ns + way->past_ns / 2)
+            way->rest = PAST_WRITES;
+    } else if (way->past_ns == 0 || slot_ns < way->past_ns) {
+        way->past_ns = slot_ns;
+    }
 }
 
 /* Whether every slot lies in the store. */
@@ -180,8 +206,11 @@ kvp_status kvp_ssd_write(kvp_ssd *ssd, const uint32_t *slots, const uint64_t *ge
     if (status != KVP_OK)
         return status;
     const struct timespec deadline = kvp_ssd_deadline(timeout_ns);
+    const size_t width = kvp_ssd_write_width(&ssd->geometry);
+    const bool learns = width > 0 && count >= LEARNT_BYTES / ssd->geometry.slot_bytes;
+    const bool past = width == 0 || (learns && kvp_ssd_way_next(&ssd->way));
     batch mine = {.kind = WRITE,
-                  .width = kvp_ssd_write_width(&ssd->geometry),
+                  .width = past ? 0 : width,
                   .shut = !kvp_ssd_named(ssd, slots, count + also),
                   .slots = slots,
                   .generations = generations,
@@ -202,6 +231,8 @@ kvp_status kvp_ssd_write(kvp_ssd *ssd, const uint32_t *slots, const uint64_t *ge
     if (status != KVP_OK)
         return status;
     status = written;
+    if (learns && status == KVP_OK && mine.error == 0)
+        kvp_ssd_way_learn(&ssd->way, past, mine.copy_ns / count);
     if (mine.error != 0)
         *error = mine.error;
     /* What was written is durable even if some could not be. */

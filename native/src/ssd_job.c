@@ -7,6 +7,7 @@
 #include <errno.h>
 #include <string.h>
 #include <sys/stat.h>
+#include <time.h>
 #include <unistd.h>
 
 #include "kvpool_copy.h"
@@ -61,6 +62,14 @@ static int sync_file(int fd)
     return 0;
 }
 
+/* What this thread has had of the CPUs. */
+static uint64_t cpu_ns(void)
+{
+    struct timespec at;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &at);
+    return (uint64_t)at.tv_sec * 1000000000 + (uint64_t)at.tv_nsec;
+}
+
 /* Whether the caller still waits; from here to `stop_touching` it is not let go. */
 static batch *touch(worker *self)
 {
@@ -90,6 +99,7 @@ static void stop_touching(worker *self)
 static bool pass(worker *self)
 {
     pthread_mutex_lock(&self->ssd->mutex);
+    self->batch->copy_ns += self->copy_ns; /* which is there as long as it is touched */
     let_go(self);
     while (self->batch != NULL && self->batch->shut)
         pthread_cond_wait(&self->ssd->opened_gate, &self->ssd->mutex);
@@ -165,11 +175,13 @@ static kvp_slot_result write_slot(worker *self, int *error)
     const uint32_t *expected =
         mine->crc_expected == NULL ? NULL : mine->crc_expected + self->index * crc_count;
     size_t bad;
+    const uint64_t began = cpu_ns();
     /* The disk, or who plays it, finds the bytes in the cache: less for the memory to do. */
     kvp_status copied =
-        (kvp_ssd_write_width(geometry) > 0 ? kvp_copy_blocks_near : kvp_copy_blocks)(
+        (mine->width > 0 ? kvp_copy_blocks_near : kvp_copy_blocks)(
             &geometry->shape, &view, &zero, mine->view, mine->blocks + self->index, 1, 0,
             geometry->layers, expected, crcs_of(self), crc_count, &bad);
+    self->copy_ns = cpu_ns() - began;
     if (copied != KVP_OK) {
         stop_touching(self);
         return KVP_SLOT_SOURCE;

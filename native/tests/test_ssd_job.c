@@ -370,6 +370,30 @@ static void test_how_many_slots_are_written_at_once(void)
     CHECK(kvp_ssd_write_width(&made) == 0);
 }
 
+static void test_a_cache_that_keeps_nothing_is_left_and_tried_again(void)
+{
+    copy_way way = {0};
+    CHECK(!kvp_ssd_way_next(&way));
+    kvp_ssd_way_learn(&way, false, 999);
+    CHECK(kvp_ssd_way_next(&way)); /* the other way is not known */
+    kvp_ssd_way_learn(&way, true, 100);
+    for (size_t i = 0; i < 50; i++) {
+        CHECK(!kvp_ssd_way_next(&way));
+        kvp_ssd_way_learn(&way, false, 150);
+    }
+    CHECK(!kvp_ssd_way_next(&way));
+    kvp_ssd_way_learn(&way, false, 151);
+    for (size_t i = 0; i < 15; i++) {
+        CHECK(kvp_ssd_way_next(&way));
+        kvp_ssd_way_learn(&way, true, 300); /* the least counts */
+    }
+    CHECK(!kvp_ssd_way_next(&way));
+    kvp_ssd_way_learn(&way, false, 120);
+    CHECK(!kvp_ssd_way_next(&way));
+    kvp_ssd_way_learn(&way, false, 200);
+    CHECK(kvp_ssd_way_next(&way));
+}
+
 static void test_a_source_that_lies_is_not_written(void)
 {
     store *mine = opened();
@@ -492,6 +516,7 @@ int main(void)
     test_everybody_has_a_turn(WRITE, 1, READ);
     test_everybody_has_a_turn(READ, 0, WRITE);
     test_how_many_slots_are_written_at_once();
+    test_a_cache_that_keeps_nothing_is_left_and_tried_again();
     test_a_source_that_lies_is_not_written();
     test_intents_name_the_slots();
     test_slots_named_ahead_need_no_intent();

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from kvpool._native import lib
 from kvpool.arena import SlotNumbers, Slots
+from kvpool.block import BlockLayout
 from kvpool.completion import Deadline
 from kvpool.errors import (
     ClosedError,
@@ -102,6 +103,24 @@ def test_whoever_looks_takes_no_late_slot_from_who_writes(tmp_path: Path) -> Non
     writer.reap(device)
     assert kernel.asked == asked + 1
     index.close(WAIT_S)
+
+
+def test_large_writes_are_right_whichever_way_they_are_copied(tmp_path: Path) -> None:
+    """The first goes into the cache, the second past it, and what they took decides on the next."""
+    layout = BlockLayout(
+        num_layers=4, kv_heads=8, block_tokens=16, k_dim=128, v_dim=128, dtype="bfloat16"
+    )
+    count = (17 << 20) // layout.block_bytes
+    with SsdTier(tmp_path, layout, count, threads=3, staging_slots=1, timeout_s=WAIT_S) as tier:
+        for turn in range(3):
+            keys = keys_of(*range(turn * count, (turn + 1) * count))
+            source = payload(layout, count, turn)
+            dest = np.zeros_like(source)
+            assert tier.write(keys, None, view_of(layout, source), deadline_s=WAIT_S) == count
+            slots = tier.pin(keys)
+            assert tier.read(slots, view_of(layout, dest), deadline_s=WAIT_S)[0] == count
+            tier.unpin(slots)
+            assert np.array_equal(dest, source)
 
 
 def tear(folder: Path, slot: int) -> None:
